@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, job_store
+from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.runtime import draws
 from autopar.runtime.alike import Alike, Values, differing, digest, first_of
 from autopar.runtime.checks import gather_objects
@@ -376,3 +377,15 @@ def _values(x: Tensor, device: torch.device) -> Tensor:
     bits = taken.double().view(torch.int64) if taken.is_floating_point() else taken.long()
     odd = torch.arange(1, 2 * len(bits), 2, device=bits.device) * 0x9E3779B97F4A7
     return (bits * odd).sum().to(device)
+
+
+def call_of(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """A forward of the model, as ranks compare it."""
+    named = tree_leaves_with_path({**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs})
+    modes, trained, graded = list[bool](), list[bool](), list[bool]()
+    for module in model.modules():
+        modes.append(module.training)
+        held = [p for p in module._parameters.values() if p is not None]
+        trained += [p.requires_grad for p in held]
+        graded += [p.grad is not None for p in held]
+    return Call(number, dict(named), modes, trained=trained, graded=graded)

@@ -19,12 +19,11 @@ from torch.utils import swap_tensors
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_bytes
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, set_tensor_hooks, tensor_hooks
-from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
-from autopar.ir.sharding import Sharding, replicated
+from autopar.ir.sharding import replicated
 from autopar.runtime.added_rows import AddedRows
-from autopar.runtime.agreement import Agreement, Call
+from autopar.runtime.agreement import Agreement, call_of
 from autopar.runtime.alike import Alike
 from autopar.runtime.alone import hook_modules
 from autopar.runtime.checkpoint.background import Background
@@ -42,7 +41,7 @@ from autopar.runtime.meeting import meet
 from autopar.runtime.microbatches import Batch, make_batch
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
-from autopar.runtime.placements import make_dtensor
+from autopar.runtime.placements import as_parameter, make_dtensor
 from autopar.runtime.recording import Recorder
 from autopar.runtime.refused import (
     check_autocast,
@@ -137,7 +136,7 @@ class Engine:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.granted.settle()
-        call = _call(self._num_forwards, self.model, args, kwargs)
+        call = call_of(self._num_forwards, self.model, args, kwargs)
         self.agreement.begin(call)
         check_inputs(call.inputs)
         with self.comm.trail.doing("plans"):
@@ -469,30 +468,6 @@ class Engine:
             if self.agreement.alike is not None:
                 self.agreement.alike.keep(executable.interface)
         return self._programs[executable]
-
-
-def _call(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """A forward of the model, as ranks compare it."""
-    named = tree_leaves_with_path({**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs})
-    modes, trained, graded = list[bool](), list[bool](), list[bool]()
-    for module in model.modules():
-        modes.append(module.training)
-        held = [p for p in module._parameters.values() if p is not None]
-        trained += [p.requires_grad for p in held]
-        graded += [p.grad is not None for p in held]
-    return Call(number, dict(named), modes, trained=trained, graded=graded)
-
-
-def as_parameter(
-    local: Tensor, device_mesh: DeviceMesh, sharding: Sharding | None, original: nn.Parameter
-) -> nn.Parameter:
-    """A Parameter(DTensor) in the place of `original`: its requires_grad and whatever users hung on it."""
-    placed = sharding or replicated(device_mesh.ndim)
-    dtensor = make_dtensor(local.detach(), device_mesh, placed, original.shape)
-    parameter = nn.Parameter(dtensor, requires_grad=original.requires_grad)
-    vars(parameter).update(vars(original))
-    parameter._autopar_placed = True  # type: ignore[attr-defined]
-    return parameter
 
 
 def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:

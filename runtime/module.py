@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import has_adapters
@@ -34,20 +32,15 @@ from autopar.runtime.checkpoint.background import Saving
 from autopar.runtime.checkpoint.loading import Loaded, tuple_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
-from autopar.runtime.engine import Engine, Prepare, as_parameter
+from autopar.runtime.engine import Engine, Prepare
+from autopar.runtime.guard import ENGINES, guard_optimizers
 from autopar.runtime.hooks import for_pieces, keep_hooks
-from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
-from autopar.runtime.optimizers import check_optimizer, gathers, held_by, is_elementwise
+from autopar.runtime.placements import as_parameter
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.uncompiled import uncompiled
-from autopar.runtime.whole_update import on_whole_tensors
 from autopar.runtime.writes import take_writes
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-_ENGINES: WeakSet[Engine] = WeakSet()
-"""Of all compiled models, for optimizers to be told of."""
 
 
 class CompiledModule(nn.Module):
@@ -275,7 +268,7 @@ class CompiledModule(nn.Module):
         own = {name: value for name, value in vars(self).items() if name not in shared}
         vars(copied).update({**shared, **copy.deepcopy(own, memo)})
         object.__setattr__(copied, "autopar", engine.copy_for(copied, memo))
-        _ENGINES.add(copied.autopar)
+        ENGINES.add(copied.autopar)
         return copied
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -360,7 +353,7 @@ def take_over(
             remedy=f"Use torchrun --nproc-per-node {device_mesh.size()}, or a mesh of {dist.get_world_size()}",
         )
     forget_ended_groups()
-    _guard_optimizers()
+    guard_optimizers()
     read_reduced_numbers()
     take_writes()
     leave_to_eager(SeenWhole, Term)
@@ -371,7 +364,7 @@ def take_over(
     engine.planned_forward = vars(model).pop("forward", None)  # one in place of the class's is in the program
     object.__setattr__(model, "autopar", engine)
     hook_modules(engine)
-    _ENGINES.add(engine)
+    ENGINES.add(engine)
     if interface is not None:
         engine.place(interface)
     return model
@@ -469,59 +462,3 @@ def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
         # Whoever still holds the old parameter (an optimizer) is told, and does not keep its memory alive.
         parameter._autopar_replaced = True  # type: ignore[attr-defined]
         parameter.data = parameter.data.new_empty(0)
-
-
-@cache
-def _guard_optimizers() -> None:
-    """Registered once: before a step, an optimizer is asked for parameters that it cannot train; where it can, and
-    treats each element by itself, it steps on local tensors.
-    """
-    register_optimizer_step_pre_hook(_guard)
-    register_optimizer_step_post_hook(_stepped)
-
-
-def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    take_over_states(optimizer, args)
-    trained = {id(parameter) for parameter in held_by(optimizer)}
-    for engine in _ENGINES:
-        if not trained.isdisjoint(engine.parameter_ids):
-            engine.agreement.stepped()
-
-
-def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
-    replaced = [parameter for parameter in held_by(optimizer) if hasattr(parameter, "_autopar_replaced")]
-    if replaced:
-        raise AutoparError(
-            f"this {type(optimizer).__name__} was made before autopar.compile, on parameters the model no longer has",
-            values=f"{len(replaced)} of its parameters were replaced",
-            remedy="Make the optimizer after compile, from compiled.parameters()",
-        )
-    check_optimizer(optimizer)
-    trained = {id(parameter) for parameter in held_by(optimizer)}
-    for engine in _ENGINES:
-        if not trained.isdisjoint(engine.parameter_ids):
-            engine.granted.settle()
-            engine.agreement.note(optimizer)
-            state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
-            state.cut_states(optimizer, engine.inner, engine.parameter_ids)
-    asked = [e.watch for e in _ENGINES if e.watch is not None and not trained.isdisjoint(e.trained_ids())]
-    for watch in sorted(asked, key=lambda watch: watch.number):
-        watch.before_step(optimizer)
-    if is_elementwise(optimizer):
-        return on_local_tensors(optimizer, args, kwargs)
-    how = gathers(optimizer)
-    if how is None:
-        return None
-    stages = [e for e in _ENGINES if not trained.isdisjoint(e.parameter_ids) and e.pipeline_axis() is not None]
-    name = type(optimizer).__name__
-    if any(value is not None for value in (*args[1:], *kwargs.values())):
-        raise AutoparError(
-            f"{name} cannot step with a closure: it steps on whole tensors, which a closure does not fill",
-            remedy="Compute the gradients before optimizer.step()",
-        )
-    if how == "all" and stages:
-        raise AutoparError(
-            f"{name} looks at whole tensors, perhaps at several together, which lie on the ranks of several stages",
-            remedy="Use an elementwise optimizer such as AdamW, or a mesh without a pipeline",
-        )
-    return on_whole_tensors(optimizer, one_by_one=how == "one by one"), kwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import StridedShard, can_redistribute_strided, enable_strided_shards
-from autopar.ir.sharding import REPLICATE, Partial, Placement, Shard, Sharding, format_sharding
+from autopar.ir.sharding import REPLICATE, Partial, Placement, Shard, Sharding, format_sharding, replicated
 from autopar.runtime.layout import local_part_shape
 
 
@@ -106,3 +106,15 @@ def _from_torch(placement: TorchPlacement) -> Placement:
     raise AutoparError(
         f"a DTensor placed as {placement} cannot be used", remedy="Redistribute it to Shard or Replicate"
     )
+
+
+def as_parameter(
+    local: Tensor, device_mesh: DeviceMesh, sharding: Sharding | None, original: nn.Parameter
+) -> nn.Parameter:
+    """A Parameter(DTensor) in the place of `original`: its requires_grad and whatever users hung on it."""
+    placed = sharding or replicated(device_mesh.ndim)
+    dtensor = make_dtensor(local.detach(), device_mesh, placed, original.shape)
+    parameter = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+    vars(parameter).update(vars(original))
+    parameter._autopar_placed = True  # type: ignore[attr-defined]
+    return parameter

@@ -165,12 +165,13 @@ def asked_for_gradients(strategy: str) -> tuple[list[dict[str, Tensor]], str, st
     return found, training.message(penalty), training.message(hooked_beside_loss)
 
 
-def looked_at_by_one() -> str:
-    """What is said where rank 0 alone looks at the logits."""
+def looked_at_by_one() -> list[str]:
+    """What is said where rank 0 alone asks for the largest of the logits, and for what takes all of them."""
     meeting.PATIENCE_S = 1.0
     model, batch = compiled_model("llama")
     with torch.no_grad():
         logits = model(**batch).logits
-    text = training.message(lambda: logits.argmax(-1)) if dist.get_rank() == 0 else "not asked"
+    asked = (lambda: logits.argmax(-1), lambda: logits.std()) if dist.get_rank() == 0 else ()
+    texts = [training.message(each) for each in asked]
     meeting.PATIENCE_S = 120.0
-    return text
+    return texts

@@ -13,11 +13,10 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import TorchDispatchMode
 from autopar.ir.sharding import REPLICATE, Shard
 from autopar.runtime.comm import ProcessGroupComm
-from autopar.runtime.engine import as_parameter
 from autopar.runtime.layout import shard
 from autopar.runtime.module import take_over
 from autopar.runtime.optimizers import SUPPORT
-from autopar.runtime.placements import make_dtensor
+from autopar.runtime.placements import as_parameter, make_dtensor
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh, mlp_executable
 
