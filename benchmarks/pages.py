@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -25,6 +26,21 @@ def machine() -> str:
     """Cores and versions, for the head of a page."""
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     return f"{os.cpu_count()} cores, {platform.machine()}, {versions}"
+
+
+def below(notes: Iterable[str]) -> str:
+    """What numbers in brackets stand for, beneath a table."""
+    return "".join(f"\n[{number}] {note}\n" for number, note in enumerate(notes, 1))
+
+
+def of_cells(description: str | None, strategies: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of a script that fills a table of models and strategies, cell by cell."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help="names, split by commas; all by default")
+    parser.add_argument("--strategies", default=",".join(strategies), help="split by commas")
+    parser.add_argument("--json", type=Path, help="a file from which a later run goes on")
+    parser.add_argument("--write", action="store_true", help="write the page")
+    return parser
 
 
 def write(name: str, text: str) -> Path:

@@ -10,7 +10,6 @@ scores that are wanted of the layer's own inputs, one layer after the other.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -183,16 +182,11 @@ def page(rows: Sequence[Row]) -> str:
         + "; ".join(f"{name} is {asked!r} on {mesh}" for name, (mesh, asked) in STRATEGIES.items())
         + f". A cell took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median {seconds[len(seconds) // 2]:.0f}.\n\n"
     )
-    return head + body + "\n" + "".join(f"\n[{number}] {note}\n" for number, note in enumerate(notes, 1))
+    return head + body + "\n" + pages.below(notes)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="names, split by commas; all by default")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="split by commas")
-    parser.add_argument("--json", type=Path, help="a file from which a later run goes on")
-    parser.add_argument("--write", action="store_true", help="write the page")
-    options = parser.parse_args()
+    options = pages.of_cells(__doc__, STRATEGIES).parse_args()
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     rows = [Row(**row) for row in pages.kept(options.json)]
     for name in options.models.split(",") if options.models else table["model"]:
