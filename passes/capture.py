@@ -35,7 +35,7 @@ from autopar.passes.blocks.trace import Blocks
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.chosen import FIRST, SECOND, Chosen
-from autopar.passes.emptied import emptied, traced_copy
+from autopar.passes.emptied import emptied, traced_copy, values_of
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
 from autopar.passes.one_region import to_program
@@ -216,7 +216,8 @@ def _measured(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _held(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that have values."""
-    return {name: buffer for name, buffer in model.named_buffers() if not (buffer.is_meta or buffer.is_sparse)}
+    named = values_of(model).named_buffers()
+    return {name: buffer for name, buffer in named if not (buffer.is_meta or buffer.is_sparse)}
 
 
 def _marks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ Nothing is computed, and nothing of the user's model is touched.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -25,6 +26,20 @@ def traced_copy(
 ) -> nn.Module:
     """What is traced in the place of the model; arguments as of `meta_clone`."""
     return substitutes.layers(mutation.without_counting_in_python(meta_clone(model, precision, mode, instead)))
+
+
+_VALUES = "_autopar_values"
+
+
+def has_values_of(clone: nn.Module, model: nn.Module) -> None:
+    """Buffers that decide what a copy without data does are looked up in this model, which is not kept alive."""
+    vars(clone)[_VALUES] = weakref.ref(model)
+
+
+def values_of(model: nn.Module) -> nn.Module:
+    """The model that has a copy's values; one that is no copy itself."""
+    found = vars(model).get(_VALUES, lambda: None)()
+    return model if found is None else found
 
 
 def meta_clone(

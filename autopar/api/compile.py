@@ -33,7 +33,7 @@ from autopar.base.huggingface import packing
 from autopar.base.huggingface.caches import check_cache, new_cache
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
-from autopar.passes.emptied import meta_clone
+from autopar.passes.emptied import has_values_of, meta_clone
 from autopar.planner.family import Family
 from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, modes_key, shapes_key, to_dtype, values_key
 from autopar.planner.unread import nobody_reads
@@ -135,6 +135,7 @@ def compile_model(
         compile_regions = device_mesh.device_type == "cuda"
     batch = None if example_inputs is None else by_name(model, example_inputs)
     blueprint = meta_clone(with_loss(model, loss, batch))
+    has_values_of(blueprint, model)
     planner = _Planner(blueprint, mesh, options, plan, program, compile_regions, loss)
     interface = None
     if batch is not None:
@@ -236,6 +237,7 @@ class _Planner:
         if self.model is not None:
             self._following = self._following or Following(self.blueprint, self.model, self._compiled)
             self._numbers.follow(self._following.follow(), inputs, differentiate)
+            has_values_of(self.blueprint, self.model)
         if self.loss is not None:
             self.loss.check()
         inputs = self._read(inputs, differentiate)
