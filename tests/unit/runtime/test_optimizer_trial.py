@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.runtime.optimizer_trial import tried
 from autopar.runtime.optimizers import SUPPORT
-from tests.dist import script
+from tests.dist import script_optimizers
 
 OF_TORCH = {name: each for name, each in SUPPORT.items() if each.elementwise or each.gathers}
 
@@ -38,7 +38,12 @@ class Clipping(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("cls", "found"),
-    [(script.Blocks, "tensors"), (script.Averaging, "elements"), (script.Lamb, "tensors"), (Clipping, "tensors")],
+    [
+        (script_optimizers.Blocks, "tensors"),
+        (script_optimizers.Averaging, "elements"),
+        (script_optimizers.Lamb, "tensors"),
+        (Clipping, "tensors"),
+    ],
 )
 def test_those_of_users(cls: Any, found: str) -> None:
     """Breaks if a norm, a mean of rows, blocks of elements or several tensors together go unseen."""
@@ -47,7 +52,7 @@ def test_those_of_users(cls: Any, found: str) -> None:
 
 def test_a_schedule_that_begins_with_nothing() -> None:
     """Breaks if an optimizer is taken to be elementwise because it has not moved yet."""
-    assert tried(script.Lamb(parameters(2), lr=0.0)) == "tensors"
+    assert tried(script_optimizers.Lamb(parameters(2), lr=0.0)) == "tensors"
     assert tried(torch.optim.AdamW(parameters(2), lr=0.0)) == "elements"
 
 
@@ -56,10 +61,10 @@ def test_what_cannot_step_is_unclear_and_nothing_is_changed() -> None:
     optimizer.
     """
     assert tried(torch.optim.LBFGS(parameters(2), lr=0.1)) == "unclear"
-    optimizer = script.Averaging([{"params": parameters(2)}, {"params": parameters(1)}], lr=0.1)
+    optimizer = script_optimizers.Averaging([{"params": parameters(2)}, {"params": parameters(1)}], lr=0.1)
     before = torch.get_rng_state()
     assert tried(optimizer) == "elements"
     assert torch.equal(before, torch.get_rng_state())
     assert not optimizer.state and optimizer.steps == 0 and optimizer.param_groups[0]["k"] == 0
-    assert tried(script.Lamb([{"params": parameters(2)}, {"params": []}], lr=0.1)) == "tensors"
+    assert tried(script_optimizers.Lamb([{"params": parameters(2)}, {"params": []}], lr=0.1)) == "tensors"
     assert all(bool((p == 1).all()) and p.grad is None for p in optimizer.param_groups[0]["params"])
