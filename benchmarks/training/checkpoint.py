@@ -4,11 +4,13 @@ torch.distributed.checkpoint and transformers' `from_pretrained` in the same run
     torchrun --nproc-per-node 4 benchmarks/training/checkpoint.py [--mib 4096] [--rounds 3] [--cold] [--write]
 
 A model of square layers, ZeRO-3 over all ranks. All take turns; medians of the slowest rank. Both write with fsync of
-their files. Loads are into a model on meta, whose weights get their memory there, as those
-of `from_pretrained` do, which one rank calls alone, for the whole model, and then every rank, as scripts do that have
-each rank make the model. Bytes read are those of the process
-(/proc/self/io; what is mapped is not in it), memory is the growth of its peak (VmHWM) since before the model was made,
-with planning, or before the save; both against the rank's part of the weights.
+their files. Memory for the copies of saves beside training is got while the first save is written, as
+`autopar.resume_or_start` gets it while the first steps run.
+Loads are into a model on meta, whose weights get their memory there, as those of `from_pretrained` do, which one rank
+calls alone, for the whole model, and then every rank, as scripts do that have each rank make the model. It maps files:
+its weights get memory of their own when they are first written, which is in seconds of their own.
+Bytes read are those of the process (/proc/self/io; what is mapped is not in it), memory is the growth of its peak
+(VmHWM) since before the model was made, with planning, or before the save; both against the rank's part of the weights.
 Files are in the page cache as far as it has room; with --cold they are not when a load begins. Needs as much disk as
 four times the weights.
 """
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import autopar
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.runtime.checkpoint.convert import convert
+from autopar.runtime.checkpoint.saving import prepare
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 2048
@@ -84,6 +87,7 @@ class Took:
     seconds: float
     read: float
     peak: float
+    written: float = 0.0
 
 
 def status(name: str) -> int:
@@ -143,6 +147,17 @@ def touched(model: Any) -> None:
         local_of(value).view(-1)[::1024].sum()
 
 
+def written(model: Any) -> float:
+    """Seconds until each page of the weights is written once, as a first step writes it: of the slowest rank."""
+    dist.barrier()
+    begun = time.perf_counter()
+    for value in () if model is None else model.parameters():
+        local_of(value).view(-1)[::1024].mul_(1)
+    seconds = torch.tensor(time.perf_counter() - begun)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
 def checked(model: Any) -> None:
     """All values are those that were saved."""
     for number, layer in enumerate(model.layers):
@@ -152,6 +167,7 @@ def checked(model: Any) -> None:
 def saves(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[Took]]) -> None:
     """All three kinds, in turns."""
     model = filled(made(num, mesh))
+    prepare(model, model.autopar, ())  # as `resume_or_start` does after the first step
     for step in range(rounds):
         shutil.rmtree(folder / "torch", ignore_errors=True)
         acts: dict[str, Callable[[], Any]] = {
@@ -205,6 +221,7 @@ def loads(folder: Path, num: int, mesh: Any, rounds: int, is_cold: bool, found: 
 
             kept: list[Any] = []
             found.setdefault(name, []).append(timed(lambda act=act, kept=kept: kept.append(act()), before))  # type: ignore[misc]
+            found[name][-1] = replace(found[name][-1], written=written(kept[0]))
             if kept[0] is not None:
                 checked(kept[0])
             del kept, model, act
@@ -215,7 +232,9 @@ def row(name: str, took: list[Took], part: float) -> str:
     seconds = [each.seconds for each in took]
     read, peak = (max(getattr(each, what) for each in took) / part for what in ("read", "peak"))
     spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
-    return f"| {name} | {statistics.median(seconds):.2f} s ({spread}) | {read:.3f} | {peak:.3f} |"
+    first = statistics.median(each.written for each in took)
+    written_in = f"{first:.2f} s" if first else ""
+    return f"| {name} | {statistics.median(seconds):.2f} s ({spread}) | {written_in} | {read:.3f} | {peak:.3f} |"
 
 
 def main() -> None:
@@ -245,8 +264,7 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
     if dist.get_rank() == 0:
         part = num * 4 * WIDTH * WIDTH / ranks
-        by_torch = statistics.median(each.seconds for each in found["torch's save"])
-        stalls = [each.seconds / by_torch for each in found["stall"]]
+        stalls = [ours.seconds / other.seconds for ours, other in zip(found["stall"], found["torch's save"])]
         text = [
             f"# Checkpoints of {options.mib} MiB{', files not in the page cache' * options.cold}, {date.today()}",
             "",
@@ -255,12 +273,13 @@ def main() -> None:
             f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
             f"torch {torch.__version__}, Python {platform.python_version()}, local disk.",
             "",
-            "| | seconds (of the rounds) | read, of a rank's part | most memory beyond what was held before, of it |",
-            "| --- | --: | --: | --: |",
+            "| | seconds (of the rounds) | first write | read, of a rank's part "
+            "| most memory beyond what was held before, of it |",
+            "| --- | --: | --: | --: | --: |",
             *(row(name, took, part) for name, took in found.items()),
             "",
-            f"Training stands still for {statistics.median(stalls):.1%} of torch's save (first, which gets its memory: "
-            f"{stalls[0]:.1%}; least: {min(stalls):.1%}). "
+            f"Training stands still for {statistics.median(stalls):.1%} of torch's save of the same round ("
+            f"{min(stalls):.1%} to {max(stalls):.1%}). "
             "`from_pretrained` is of the whole model, by one rank or by each.",
         ]
         print("\n".join(text))
