@@ -48,6 +48,12 @@ class Exchange:
         """By each rank, in one call."""
         return self.away * (sum(self.there) + sum(self.back)) + self.counts_bytes
 
+    def bytes_routed(self, rows: Sequence[Sequence[int]], rank: int) -> int:
+        """What a rank sends in one call for the routing at hand. rows[i][j]: tokens of rank i with experts of rank j."""
+        others = [each for each in range(self.size) if each != rank]
+        there, back = sum(rows[rank][each] for each in others), sum(rows[each][rank] for each in others)
+        return there * sum(self.there) + back * sum(self.back) + self.counts_bytes
+
 
 def exchange_axis(choices: Sequence[Choice]) -> int | None:
     """The axis over which a node exchanges; None where none does."""

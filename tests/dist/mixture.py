@@ -28,6 +28,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "moe_intermediate_size": 16, "head_dim": 8, "num_experts": 8, "norm_topk_prob": True,
         "output_router_logits": True, "router_aux_loss_coef": 0.1,
     },
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    },
 }  # fmt: skip
 
 

@@ -40,9 +40,11 @@ def test_training_follows_one_process() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3"])
 def test_training_of_other_mixtures_follows_one_process(kind: str) -> None:
-    """Breaks if scores made to sum to one get lost on the way to experts elsewhere, or other rows are sent."""
+    """Breaks if scores made to sum to one, those of a sigmoid that groups of experts limit, or a shared expert's part
+    get lost on the way to experts elsewhere, or other rows are sent.
+    """
     cases = [(("dp",), (4,), "expert", kind), (("dp", "ep"), (2, 2), {"dp": "zero3", "ep": "expert"}, kind)]
     model, batch = mixture.model_and_batch(kind)
     losses, norms = training.train(model, batch, mixture.STEPS)

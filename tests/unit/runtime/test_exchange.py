@@ -225,9 +225,23 @@ def adversaries(count: int, tokens: int, chosen: int) -> Iterator[Tensor]:
         yield torch.tensor(rows)
 
 
+def rows_between(indices: Tensor, num: int) -> list[list[int]]:
+    """How many tokens of each rank have an expert of each, token by token."""
+    rows = [[0] * num for _ in range(num)]
+    for rank, part in enumerate(indices.chunk(num)):
+        for chosen in part.tolist():
+            for home in {each * num // EXPERTS for each in chosen}:
+                rows[rank][home] += 1
+    return rows
+
+
 @pytest.mark.parametrize("chosen", [1, 2])
-def test_memory_is_never_above_what_was_planned(chosen: int, monkeypatch: pytest.MonkeyPatch, count: int = 10) -> None:
-    """Breaks if a rank to which most tokens go holds more at once than the plan says, whatever the router does."""
+def test_adversaries_send_and_hold_what_was_planned(
+    chosen: int, monkeypatch: pytest.MonkeyPatch, count: int = 50
+) -> None:
+    """Breaks if a rank to which most tokens go holds more at once than the plan says, whatever the router does; or if
+    a rank sends other bytes than the plan has for this very routing. A hundred routings, of one and of two experts.
+    """
     tokens, num = 64, 4
     module = importlib.import_module("autopar.operators.experts")  # whose inner operators are seen
     plain = SimpleNamespace(experts=module.experts, experts_grad=module.experts_grad)
@@ -240,25 +254,31 @@ def test_memory_is_never_above_what_was_planned(chosen: int, monkeypatch: pytest
         return found.clone()  # this rank's, where the last one to come makes all ranks' pieces
 
     monkeypatch.setattr(SimulatedComm, "_exchange_rows", received)
-    bounds = [planned(tokens, num, chosen, grad)[1] for grad in (False, True)]
+    nodes = [priced(tokens, num, chosen, grad, torch.float64) for grad in (False, True)]
+    bounds = [buffer_bytes(*node, (num,)) for node in nodes]
+    ways = [way for node in nodes if (way := exchange_of(*node, (num,))) is not None]
 
-    def run(comm: SimulatedComm, case: Case) -> list[tuple[int, int]]:
+    def run(comm: SimulatedComm, case: Case) -> list[tuple[int, int, int]]:
         g, *given = case.part(comm)
         found = []
         for call in (
             lambda: [comm.exchange_experts("dp", *given, **OPTIONS)],
             lambda: comm.exchange_experts_grad("dp", g, *given, **OPTIONS),
         ):
+            before = len(comm.log or ())
             with LiveBytes([g, *given]) as live:
                 results = call()
-            found.append((live.peak, sum(each.nbytes for each in results)))
+            sent = sum(event.bytes_sent for event in (comm.log or [])[before:])
+            found.append((live.peak, sum(each.nbytes for each in results), int(sent)))
         return found
 
     most = [0.0, 0.0]
     for indices in adversaries(count, tokens * num, chosen):
         case = Case(indices)
-        for rank in SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case)):
-            for number, ((peak, own), bound) in enumerate(zip(rank, bounds, strict=True)):
+        rows = rows_between(indices, num)
+        for rank, found in enumerate(SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case))):
+            for number, ((peak, own, sent), bound) in enumerate(zip(found, bounds, strict=True)):
                 assert peak <= bound + own, (number, peak, bound, own)
+                assert sent == ways[number].bytes_routed(rows, rank), (number, rank, rows)
                 most[number] = max(most[number], peak / (bound + own))
     assert min(most) > 0.4, most  # a bound that says something
