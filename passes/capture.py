@@ -100,19 +100,24 @@ def capture(
 
 def say_the_same(one: Program, other: Program) -> bool:
     """Whether two traces say the same: what Python computed meanwhile stands in them as numbers."""
-    same = one.constants.keys() == other.constants.keys() and _numbered(str(one)) == _numbered(str(other))
-    return same and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
+    (first, values), (second, others) = _numbered(one), _numbered(other)
+    return first == second and len(values) == len(others) and all(map(torch.equal, values, others))
 
 
-def _numbered(text: str) -> list[str]:
-    """A program's lines with numbers for the names of values, which count what a trace made and dropped."""
-    numbers: dict[str, str] = {}
+def _numbered(program: Program) -> tuple[list[str], list[torch.Tensor]]:
+    """A program's lines with numbers for the names of values and constants, which count what a trace made and dropped;
+    and the constants in this order.
+    """
+    text = str(program)
+    slots = [name for name in re.findall(r"^ *slot (\w+):", text, re.MULTILINE) if name in program.constants]
+    numbers = {name: f"%c{number}" for number, name in enumerate(slots)}
+    numbers |= {f"c_{name}": number for name, number in numbers.items()}
     lines: list[str] = []
     for line in text.splitlines():
         if made := re.match(r"\s*(\w+) = ", line):
             numbers[made[1]] = f"%{len(lines)}"
         lines.append(re.sub(r"(?<![\w.])\w+", lambda word: numbers.get(word[0], word[0]), line))
-    return lines
+    return lines, [program.constants[name] for name in dict.fromkeys((*slots, *sorted(program.constants)))]
 
 
 def _with_repeated_blocks(

@@ -262,12 +262,34 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 
 def layers(model: nn.Module) -> nn.Module:
-    """The model, changed in place, with forwards that can be traced."""
+    """The model, changed in place, with forwards that can be traced, and casts that a forward makes of modules."""
     for module in model.modules():
+        vars(module).update({name: functools.partial(_cast, module, name) for name in _CASTS})
         for kind, forward in _FORWARDS.items():
             if type(module).forward is kind.forward:
                 module.forward = types.MethodType(forward, module)
     return model
+
+
+_CASTS = ("to", "type", "float", "double", "half", "bfloat16", "cpu")
+
+
+def _cast(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> nn.Module:
+    """What `module.to(dtype)` is in a forward: the module, where its tensors are so. Torch would put others, or the
+    same, in their places for good.
+    """
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in ("to", "type", "cpu") or tensor.is_floating_point():
+            wanted = getattr(tensor, name)(*args, **kwargs)
+            kept = name == "to" and not (tensor.is_floating_point() or tensor.is_complex())  # no dtype of numbers
+            if wanted.device != tensor.device or (wanted.dtype != tensor.dtype and not kept):
+                before, after = (str(each.dtype).removeprefix("torch.") for each in (tensor, wanted))
+                raise AutoparError(
+                    f"forward() casts a module for good: {type(module).__name__}.{name}() makes {path}, {before}, "
+                    f"{after}",
+                    remedy=f"cast that module before you compile, to {after}, and name no precision that casts it back",
+                )
+    return module
 
 
 def _refused_cross_map_norm(self: nn.CrossMapLRN2d, input: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Exchange:
         return self.away * (sum(self.there) + sum(self.back)) + self.counts_bytes
 
     def bytes_routed(self, rows: Sequence[Sequence[int]], rank: int) -> int:
-        """What a rank sends in one call for the routing at hand. rows[i][j]: tokens of rank i with experts of rank j."""
+        """What a rank sends in one call for the routing at hand. rows[i][j]: tokens of rank i with experts of j."""
         others = [each for each in range(self.size) if each != rank]
         there, back = sum(rows[rank][each] for each in others), sum(rows[each][rank] for each in others)
         return there * sum(self.there) + back * sum(self.back) + self.counts_bytes

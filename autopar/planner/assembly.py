@@ -12,6 +12,7 @@ from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.ir.sharding import local_shape
 from autopar.passes.emit import interface_of
+from autopar.passes.placement.mixtures import notes_of_whole_experts
 from autopar.passes.placement.unsplit import (
     notes_of_idle_axes,
     notes_of_odd_tables,
@@ -164,7 +165,7 @@ def _notes(program: Program, request: Request) -> tuple[str, ...]:
     strategies = request.strategies
     whole = (*notes_of_whole_batches(program), *notes_of_whole_inputs(program, strategies))
     idle = (*notes_of_idle_axes(program, strategies), *notes_of_odd_tables(program, strategies))
-    return (*program.notes, *idle, *whole)
+    return (*program.notes, *notes_of_whole_experts(program, strategies), *idle, *whole)
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

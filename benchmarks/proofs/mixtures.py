@@ -52,7 +52,8 @@ TABLE = Path(__file__).with_name("mixtures.toml")
 class Row:
     """What came of a model under a strategy. found: by routing, `ok`, `NOT EQUAL`, or what was refused. errors: the
     largest of a proof, relative. routers: the largest of the gradients of routers. loads: the most and the fewest
-    tokens of an expert of the layers that were planted, by routing. cpu_s: the plan and its proofs.
+    tokens of an expert of the layers that were planted, by routing. cpu_s: the plan and its proofs. whole: the plan
+    says that it recognizes no experts, so that each rank has all of them.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Row:
     routers: dict[str, float]
     loads: dict[str, tuple[int, int]]
     cpu_s: float
+    whole: bool = False
 
 
 def made(entry: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -135,7 +137,7 @@ def planting(row: Row, router: str, routing: str) -> Callable[[nn.Module, Mappin
 
 def cell(name: str, entry: Mapping[str, Any], common: Mapping[str, Any], strategy: str) -> Row:
     """Plan once, and prove with each routing: a plan does not depend on weights."""
-    start, (mesh, asked) = time.process_time(), STRATEGIES[strategy]
+    start, (mesh, asked), whole = time.process_time(), STRATEGIES[strategy], False
     row = Row(name, strategy, {}, {}, {}, {}, 0.0)
     model, batch = made(entry, common)
     try:
@@ -144,6 +146,7 @@ def cell(name: str, entry: Mapping[str, Any], common: Mapping[str, Any], strateg
             plan = autopar.plan(
                 model, autopar.Mesh.parse(mesh, hardware="cpu"), strategy=asked, example_inputs=dict(batch)
             )
+            whole = any("no experts that are recognized" in note for note in plan.notes)
             for routing in ROUTINGS:
                 proof = plan.verify(rtol=BOUND, prepare=planting(row, entry["router"], routing))
                 of_routers = [each.error for each in proof.comparisons if entry["router"] in each.name]
@@ -152,7 +155,7 @@ def cell(name: str, entry: Mapping[str, Any], common: Mapping[str, Any], strateg
                 row.routers[routing] = max(of_routers, default=float("nan"))
     except AutoparError as error:
         row.found.setdefault("balanced", f"refused: {str(error).splitlines()[0][:200]}")
-    return Row(name, strategy, row.found, row.errors, row.routers, row.loads, time.process_time() - start)
+    return Row(name, strategy, row.found, row.errors, row.routers, row.loads, time.process_time() - start, whole)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -164,7 +167,7 @@ def page(rows: Sequence[Row]) -> str:
         if row is None:
             return ""
         if all(each == "ok" for each in row.found.values()) and len(row.found) == len(ROUTINGS):
-            return f"{max(row.errors.values()):.0e} ({max(row.routers.values()):.0e})"
+            return f"{max(row.errors.values()):.0e} ({max(row.routers.values()):.0e}){' *' * row.whole}"
         notes.append(f"{row.model}, {row.strategy}: " + "; ".join(f"{k}: {v}" for k, v in row.found.items()))
         return f"[{len(notes)}]"
 
@@ -178,7 +181,8 @@ def page(rows: Sequence[Row]) -> str:
         f"{len(rows) * len(ROUTINGS)} proofs of {len(names)} models are right to {BOUND:.0e}, "
         f"{found.count('NOT EQUAL')} are wrong. A cell is three proofs, with routing that is balanced, that sends "
         "every token to one expert, and that leaves half of the experts empty; its number is the largest relative "
-        "error of an output or a gradient in float64, in brackets that of routers. Four simulated ranks: "
+        "error of an output or a gradient in float64, in brackets that of routers; at a star no experts were "
+        "recognized, so that each rank has all of them, with a warning. Four simulated ranks: "
         + "; ".join(f"{name} is {asked!r} on {mesh}" for name, (mesh, asked) in STRATEGIES.items())
         + f". A cell took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median {seconds[len(seconds) // 2]:.0f}.\n\n"
     )

@@ -16,6 +16,7 @@ from autopar.ir.graphs import operands_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.machine.mesh import Mesh
+from autopar.passes.placement.gathers import WHOLE
 from autopar.strategies.axis import AxisStrategy, ParameterMode
 
 _FACTORS = {"whole": "e", "widths": "f"}
@@ -95,18 +96,17 @@ def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, me
     )
 
 
-def require_experts(program: Program, strategies: Sequence[AxisStrategy], mesh: Mesh) -> None:
-    """Whether strategies that split experts find any.
-
-    Raises:
-        AutoparError: the model has none, or none that is an operator.
+def notes_of_whole_experts(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the user is told of strategies that give each rank some experts, where the model has none, or none that is
+    an operator: the axis does what they say of all else.
     """
-    named = zip(strategies, mesh.sizes, strict=True)
-    asked = [each.name for each, size in named if each.experts in _SOME and size > 1]
+    axes = zip(program.on_mesh.axes, strategies, strict=True)
+    asked = [(axis, each) for (axis, size), each in axes if each.experts in _SOME and size > 1]
     if not asked or has_experts(program):
-        return
-    raise AutoparError(
-        f"{asked[0]} splits the experts of mixtures, and the model has none that are recognized",
-        values="recognized are layers of experts as transformers has them (ALL_EXPERTS_FUNCTIONS)",
-        remedy="use another strategy for that axis, such as tensor, zero3 or auto",
+        return ()
+    return tuple(
+        f"{each.name} finds no experts that are recognized (layers as transformers has them, ALL_EXPERTS_FUNCTIONS): "
+        f"what the model has of them {WHOLE} of {axis}, "
+        + ("for its rows of the batch" if each.experts == "exchange" else "but for what tensor would split")
+        for axis, each in asked
     )

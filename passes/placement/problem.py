@@ -78,11 +78,10 @@ def build_problem(
     strategy splits such; None: all of them.
 
     Raises:
-        AutoparError: an input, attention or experts that a strategy must split and cannot, a pin that no layout
+        AutoparError: an input or attention that a strategy must split and cannot, a pin that no layout
             satisfies.
     """
     require_attention(program, strategies, program.on_mesh)
-    mixtures.require_experts(program, strategies, program.on_mesh)
     builder = _Builder(
         program, program.on_mesh, strategies, pins, overlap_price, frozenset(gathered),
         None if excused is None else frozenset(excused),

@@ -270,14 +270,46 @@ def test_auto_exchanges_where_that_is_cheaper() -> None:
     assert steps[0] <= 1.02 * steps[2] and steps[2] < steps[1] < 1.0
 
 
-def test_no_experts_to_split() -> None:
-    """Breaks if a dense model is planned with an axis that does nothing."""
+@pytest.mark.parametrize(("mesh", "strategy"), [("ep=2", "expert"), ("dp=2,ep=2", {"dp": "ddp", "ep": "expert+sum"})])
+def test_no_experts_to_split(mesh: str, strategy: Any) -> None:
+    """Breaks if a model whose experts nothing recognizes is refused, or an axis does nothing without a word."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with pytest.raises(AutoparError, match="splits the experts of mixtures, and the model has none"):
-        autopar.plan(
-            model, autopar.Mesh.parse("ep=2", hardware="cpu"), example_inputs={"input": torch.ones(2, 4)},
-            strategy="expert",
+    with pytest.warns(
+        UserWarning, match="finds no experts that are recognized .* is computed whole on every rank of ep"
+    ):
+        plan = autopar.plan(
+            model, autopar.Mesh.parse(mesh, hardware="cpu"), example_inputs={"input": torch.ones(4, 4)},
+            strategy=strategy,
         )  # fmt: skip
+    assert plan.verify(rtol=1e-9).ok
+
+
+class Casting(nn.Module):
+    """A router that is cast in forward, as those of T5's mixtures are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate, self.register = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate = self.gate.to(self.dtype)
+        scores = self.register.to(x.device)(self.gate.float()(x.to(self.dtype)))
+        return scores.softmax(-1).square().sum()
+
+
+def test_modules_that_are_cast_in_forward() -> None:
+    """Breaks if a cast that changes nothing is refused, one that changes a parameter for good is passed over, or whole
+    numbers are taken to be cast, too.
+    """
+    x = torch.randn(4, 4)
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(Casting(torch.float32), mesh, strategy="zero3", example_inputs={"x": x})
+    assert plan.verify(rtol=1e-9).ok
+    model = Casting(torch.float32)
+    model.gate.to(torch.bfloat16)
+    with pytest.raises(AutoparError, match=r"casts a module for good: Linear\.to\(\) makes weight, bfloat16, float32"):
+        autopar.plan(model, mesh, strategy="zero3", example_inputs={"x": x})
 
 
 class Own(nn.Module):

@@ -276,7 +276,8 @@ def test_adversaries_send_and_hold_what_was_planned(
     for indices in adversaries(count, tokens * num, chosen):
         case = Case(indices)
         rows = rows_between(indices, num)
-        for rank, found in enumerate(SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case))):
+        ranks = SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case))
+        for rank, found in enumerate(ranks):
             for number, ((peak, own, sent), bound) in enumerate(zip(found, bounds, strict=True)):
                 assert peak <= bound + own, (number, peak, bound, own)
                 assert sent == ways[number].bytes_routed(rows, rank), (number, rank, rows)
