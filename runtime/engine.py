@@ -22,7 +22,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, se
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
-from autopar.runtime.added_rows import AddedRows
+from autopar.runtime.added import Added
 from autopar.runtime.agreement import Agreement, call_of
 from autopar.runtime.alike import Alike
 from autopar.runtime.alone import hook_modules
@@ -64,8 +64,8 @@ class Watcher(Protocol):
 
     number: int
 
-    def forward_ended(self, output: Any, inputs: Mapping[str, Tensor], added: AddedRows | None) -> None:
-        """After a forward that records gradients. inputs: the batch, whole. added: rows of it that do not count."""
+    def forward_ended(self, output: Any, inputs: Mapping[str, Tensor], added: Added | None) -> None:
+        """After a forward that records gradients. inputs: the batch, whole. added: what of it does not count."""
 
     def clipped(self, norm: Tensor) -> None:
         """The norm that gradients had before they were clipped."""
@@ -106,10 +106,10 @@ class Engine:
         self._recorder: Recorder | None = None
         self.background = Background()
         self.placeholder = nn.Parameter(torch.zeros(0))
-        self._programs: dict[Executable, LoadedProgram] = {}
-        self._pipelines: dict[Executable, PipelineProgram] = {}
-        self._received: dict[Executable, set[str]] = {}
-        self._constants: dict[Executable, Tensors] = {}
+        self._programs: dict[object, LoadedProgram] = {}
+        self._pipelines: dict[object, PipelineProgram] = {}
+        self._received: dict[object, set[str]] = {}
+        self._constants: dict[object, Tensors] = {}
         self._deferred: list[Callable[[], None]] = []
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
@@ -165,7 +165,7 @@ class Engine:
                 buffer = self.model.get_buffer(name)
                 buffer.copy_(value if is_otherwise is None else torch.where(is_otherwise, buffer, value))
         if executable.added is not None:
-            outputs = executable.added.cut(outputs, interface, self.inner)
+            outputs = executable.added.cut(outputs)
         seen = [self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)]
         for place, each in enumerate(seen):
             if isinstance(each, SeenWhole):
@@ -238,10 +238,10 @@ class Engine:
 
     def _constants_of(self, executable: Executable) -> Tensors:
         """On this device. Programs for other batches may have others under the same names."""
-        if executable not in self._constants:
+        if executable.key not in self._constants:
             moved = {name: value.to(self.comm.device) for name, value in executable.constants.items()}
-            self._constants[executable] = moved
-        return self._constants[executable]
+            self._constants[executable.key] = moved
+        return self._constants[executable.key]
 
     def _run(
         self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors, hooked: set[int]
@@ -250,7 +250,7 @@ class Engine:
         interface = executable.interface
         wants_turns = self._wants_turns and torch.is_grad_enabled()
         if interface.pipeline is not None:
-            program, place = self._pipelines[executable], self.place_along(interface)
+            program, place = self._pipelines[executable.key], self.place_along(interface)
             here = [entry for entry in interface.parameters if place in program.holders[entry.name]]
             held = {entry.name: parameter_of(self.model, entry, self._known) for entry in here}
             staged = PipelineStep(program, batch, self.comm, seed, self.record)
@@ -261,7 +261,7 @@ class Engine:
             return run.train(_place_of_loss(executable, stand_ins(interface)))
         parameters = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]
         widened = None if executable.widened is None else partial(self._widened, executable.widened, batch.inputs)
-        received = self._received.setdefault(executable, set())
+        received = self._received.setdefault(executable.key, set())
         step = Step(batch, seed, self._new_recorder(), widened, received, hooked)
         if wants_turns and batch.num > 1:
             self._had_turns = True
@@ -456,18 +456,18 @@ class Engine:
 
     def _program(self, executable: Executable, inputs: Mapping[str, Tensor]) -> LoadedProgram:
         """Load a program at its first use, and check on all ranks that they are about to do the same."""
-        if executable not in self._programs:
+        if executable.key not in self._programs:
             check_same_batch(inputs)
             peers = check_order(self.comm, executable.interface, executable.source)
             if executable.interface.pipeline is not None:
                 self.comm.connect(executable.interface.pipeline.axis, peers)
             program = load_program(executable.source, executable.filename, executable.compile_regions)
             if executable.interface.pipeline is not None:
-                self._pipelines[executable] = PipelineProgram(program, executable.interface)
-            self._programs[executable] = program
+                self._pipelines[executable.key] = PipelineProgram(program, executable.interface)
+            self._programs[executable.key] = program
             if self.agreement.alike is not None:
                 self.agreement.alike.keep(executable.interface)
-        return self._programs[executable]
+        return self._programs[executable.key]
 
 
 def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:

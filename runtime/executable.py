@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.interface import ProgramInterface
-from autopar.runtime.added_rows import AddedRows
+from autopar.runtime.added import Added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,9 @@ class Executable:
     widened: names of outputs -> the executable for the same inputs whose backward takes gradients for all of them; runs
     in its place from then on. Collective.
     constants: the values of what the program calls buffers and the model has not.
-    added: rows that `flatten_inputs` adds to the batch, for outputs to be cut back.
+    added: what `flatten_inputs` adds to the batch, for outputs to be cut back. leaves: of the model's output, in order:
+    numbers of the interface's outputs, and what stands there as it is. key: of the program, which those
+    have in common that differ in what is added.
     """
 
     interface: ProgramInterface
@@ -33,4 +35,6 @@ class Executable:
     compile_regions: bool | str = False
     widened: Callable[[tuple[str, ...]], Executable] | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    added: AddedRows | None = None
+    added: Added | None = None
+    leaves: Sequence[int | str | None] = ()
+    key: object = field(default_factory=object)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE, Shard, num_pieces
 from autopar.passes.batching import rows_to_add
 from autopar.passes.capture import capture
-from autopar.runtime.added_rows import AddedRows
+from autopar.runtime.added import Added, Grown
 
 
 def rows_of(inputs: Mapping[str, Any]) -> int:
@@ -41,7 +41,7 @@ def pieces_of(interface: ProgramInterface) -> int:
 
 def rows_added(
     model: nn.Module, inputs: Mapping[str, Any], pieces: int, *, precision: torch.dtype | None, training: bool
-) -> AddedRows:
+) -> Added:
     """The fewest rows with which `pieces` divides the batch, and what they are for them to have no part in anything.
 
     Raises:
@@ -51,17 +51,22 @@ def rows_added(
     more = -rows % pieces
     leaves = dict(tracing.tree_leaves_with_path(dict(inputs)))
     names = tuple(name for name, x in leaves.items() if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows)
-    whole = AddedRows(rows, more, names, {}, ())
-    twice = AddedRows(rows, rows + 2 * more, names, {}, ())
     captured = [
-        capture(model, each.pad_tree(inputs), precision=precision, training=training) for each in (whole, twice)
+        capture(model, _with_rows(names, rows, num, {}).pad_tree(inputs), precision=precision, training=training)
+        for num in (rows + more, 2 * (rows + more))
     ]
     if any(program.updates or program.by_value or program.granted for program in captured):
         raise AutoparError("the model keeps statistics of the rows of a batch, or does what their values say")
     outputs, fill = rows_to_add(captured[0], captured[1])
     if set(fill) - set(names):
         raise AutoparError("labels are not by rows")
-    dims = tuple(each.batch_dim if each.combine == "concat" else None for each in outputs)
     if any(each.combine == "mean" for each in outputs):
         raise AutoparError("a mean over all rows counts those that were added")
-    return AddedRows(rows, more, names, fill, dims)
+    cut = tuple(((each.batch_dim or 0, rows),) if each.combine == "concat" else () for each in outputs)
+    return _with_rows(names, rows, rows + more, fill, cut)
+
+
+def _with_rows(
+    names: Sequence[str], given: int, padded: int, fill: Mapping[str, int], outputs: tuple[Any, ...] = ()
+) -> Added:
+    return Added({name: (Grown(0, given, padded, fill.get(name)),) for name in names}, outputs)

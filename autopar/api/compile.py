@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
-from autopar.api.added_rows import pieces_of, rows_added, rows_of
+from autopar.api.additions import Additions, shapes
 from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
 from autopar.api.following import Following, numbers_of
 from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned
+from autopar.api.lengths import Padding
 from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
 from autopar.api.planning import plan as make_fresh_plan
@@ -38,7 +39,7 @@ from autopar.planner.family import Family
 from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, modes_key, shapes_key, to_dtype, values_key
 from autopar.planner.unread import nobody_reads
 from autopar.planner.with_loss import Loss, Watched, with_loss
-from autopar.runtime.added_rows import AddedRows
+from autopar.runtime.added import Added
 from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import check_not_compiled, take_over
@@ -76,6 +77,7 @@ def compile(
     program: str | Path | None = None,
     hardware: str | None = None,
     generate: Generation | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Module:
     """Take the model over: the same object, of the same class, with the same names, running a distributed program.
 
@@ -95,6 +97,10 @@ def compile(
         program: a file with an edited generated program, run as it is.
         generate: plan `generate()` of these sizes now, prompt and tokens together (docs/inference.md). Others are
         planned when they come; caches are of this length at least, so that shorter ones need no programs of their own.
+        lengths: that batches are padded to, each to the next, where what comes back is the same without: labels, masks
+        and the causal order keep added positions out of losses, gradients and outputs, which are cut back. That is
+        shown for every length by running a small model of the same architecture; where it is not so, the batch runs
+        as it is, and a warning says why. The longest is planned for first: its placement serves the others.
         Others as in `autopar.plan`.
 
     Raises:
@@ -113,7 +119,9 @@ def compile(
         passes=passes, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
-    return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss, generate)
+    return compile_model(
+        model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss, generate, lengths
+    )
 
 
 def compile_model(
@@ -127,6 +135,7 @@ def compile_model(
     compile_regions: bool | str | None = None,
     loss: Loss | None = None,
     generate: Generation | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Module:
     """See `autopar.compile`."""
     check_not_compiled(model)
@@ -136,7 +145,7 @@ def compile_model(
     batch = None if example_inputs is None else by_name(model, example_inputs)
     blueprint = meta_clone(with_loss(model, loss, batch))
     has_values_of(blueprint, model)
-    planner = _Planner(blueprint, mesh, options, plan, program, compile_regions, loss)
+    planner = _Planner(blueprint, mesh, options, plan, program, compile_regions, loss, lengths)
     interface = None
     if batch is not None:
         executable = planner.prepare_inputs(bind_inputs(blueprint, (), batch), True)
@@ -191,6 +200,7 @@ class _Planner:
         program: str | None,
         compile_regions: bool | str,
         loss: Loss | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self.compile_regions = compile_regions
         self.loss = None if loss is None else Watched(loss)
@@ -208,9 +218,10 @@ class _Planner:
         self._has_told = False
         self._following: Following | None = None
         self._compiled, self._numbers = numbers_of(blueprint), Numbers(blueprint)
-        self._added: dict[object, AddedRows | None] = {}
+        precision = to_dtype(options["precision"])
+        self._additions = Additions(blueprint, lengths, precision, lambda small: with_loss(small, loss))
         self._unread: dict[object, bool] = {}
-        self._with_rows: dict[tuple[Executable, int], Executable] = {}
+        self._with_additions: dict[tuple[object, ...], Executable] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """The executable for one call of the model."""
@@ -243,16 +254,31 @@ class _Planner:
         inputs = self._read(inputs, differentiate)
         # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are.
         differentiate = differentiate or self._has_pipeline()
-        added = self._added_rows(inputs, differentiate)
-        if added is None:
-            return self._prepared(inputs, differentiate)
-        executable = self._prepared(added.pad_tree(inputs), differentiate)
-        if (executable, added.rows) not in self._with_rows:
+        found = self._additions.positions(inputs, self._told, training=differentiate)
+        if self.first is None and (longest := self._additions.longest(inputs, found)) is not None:
+            self._prepared(longest, differentiate)  # whose placement, held against the memory limit, serves all
+        batch = inputs if found is None else Added(found.inputs, ()).pad_tree(inputs)
+        interface = None if self.first is None else self.first.interface
+        rows = self._additions.rows(batch, interface, self._told, training=differentiate)
+        executable = self._prepared(batch if rows is None else rows.pad_tree(batch), differentiate)
+        return executable if found is None and rows is None else self._with(executable, found, rows)
+
+    def _with(self, executable: Executable, positions: Padding | None, rows: Added | None) -> Executable:
+        """The executable with the batch padded on its way in, and outputs cut on their way out."""
+        key = (executable, id(positions), id(rows))  # which are kept
+        if key not in self._with_additions:
+            outputs = executable.interface.outputs
+            found = (
+                Added({}, ((),) * len(outputs))
+                if positions is None
+                else positions.added(executable.leaves, len(outputs))
+            )
+            added = found if rows is None else found.then(rows)
             flatten = executable.flatten_inputs
-            self._with_rows[executable, added.rows] = replace(
+            self._with_additions[key] = replace(
                 executable, added=added, flatten_inputs=lambda args, kwargs: added.pad(flatten(args, kwargs))
             )
-        return self._with_rows[executable, added.rows]
+        return self._with_additions[key]
 
     def _read(self, inputs: Mapping[str, Any], differentiate: bool) -> Mapping[str, Any]:
         """The inputs without those that say again what positions say, where nothing reads them."""
@@ -281,31 +307,6 @@ class _Planner:
         box: list[Any] = [find() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(box, src=0)
         found: Found = box[0]
-        return found
-
-    def _added_rows(self, inputs: Mapping[str, Any], differentiate: bool) -> AddedRows | None:
-        """Rows that a batch gets for the axes to divide it, where they leave no trace; the same on every rank."""
-        pieces = 1 if self.first is None else pieces_of(self.first.interface)
-        rows = rows_of(inputs)
-        if not rows or rows % pieces == 0:
-            return None
-        kind = (*shapes_key(self.blueprint, inputs), differentiate)
-        if kind not in self._added:
-            self._added[kind] = self._told(lambda: self._rows_found(inputs, pieces, differentiate))
-        return self._added[kind]
-
-    def _rows_found(self, inputs: Mapping[str, Any], pieces: int, differentiate: bool) -> AddedRows | None:
-        precision = to_dtype(self.options["precision"])
-        try:
-            found = rows_added(self.blueprint, inputs, pieces, precision=precision, training=differentiate)
-        except AutoparError as error:
-            logger.info("%s gets no rows added: %s", _shapes(inputs), error)
-            return None
-        if not any(self._added.values()):
-            logger.warning(
-                "autopar: %s is no multiple of the %d pieces that rows are cut in: it gets rows that count for "
-                "nothing, and outputs have the %d that were given (said once)", _shapes(inputs), pieces, found.rows,
-            )  # fmt: skip
         return found
 
     def _prepared(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
@@ -414,7 +415,7 @@ class _Planner:
             try:
                 return self._verified(self._as_stored(written(family.plan(self.blueprint, inputs))))
             except AutoparError as error:
-                logger.info("the placement does not serve %s, it is solved anew: %s", _shapes(inputs), error)
+                logger.info("the placement does not serve %s, it is solved anew: %s", shapes(inputs), error)
         plan = self._solved(inputs, differentiate, roots)
         if family is not None:
             family.add(plan)
@@ -433,7 +434,7 @@ class _Planner:
             self._has_told = True
             logger.warning(
                 "autopar: %s is of another shape than the first batch. The placement stays; each further shape gets a "
-                "program of its own, written and checked once (said once)", _shapes(inputs),
+                "program of its own, written and checked once (said once)", shapes(inputs),
             )  # fmt: skip
 
     def _solved(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
@@ -442,7 +443,7 @@ class _Planner:
             options["roots"] = roots
         if self.first is not None:
             if roots is None:
-                logger.info("autopar: %s is of another kind; solving for it", _shapes(inputs))
+                logger.info("autopar: %s is of another kind; solving for it", shapes(inputs))
             else:
                 logger.warning(
                     "autopar: gradients come for %s; planning again, once, for a backward that takes them; parameters "
@@ -484,7 +485,7 @@ class _Planner:
         return Executable(
             plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions,
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
-            self._latest_constants,
+            self._latest_constants, leaves=plan.output_leaves,
         )  # fmt: skip
 
 
@@ -495,8 +496,3 @@ def _kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
     )
     return found
-
-
-def _shapes(inputs: Mapping[str, Any]) -> str:
-    shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, Tensor)]
-    return f"a batch of {', '.join(shapes)}"

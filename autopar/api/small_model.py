@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.api import interpret
 from autopar.base.copies import copied
+from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface
 from autopar.base.torch_compat import tracing
-
-if TYPE_CHECKING:
-    pass
+from autopar.planner.inputs import changed_numbers
+from autopar.planner.with_loss import has_own_forward
 
 
 def small_model(
@@ -40,6 +40,30 @@ def small_model(
     named, (_, spec) = tracing.tree_leaves_with_path(dict(inputs)), tracing.tree_flatten(dict(inputs))
     batch = tracing.tree_unflatten([_real(name, value, generator, clone) for name, value in named], spec)
     return clone, batch
+
+
+SMALL = 2_000_000
+LARGEST = 100_000_000
+"""Parameters of a model that runs on the CPU in little time, and in some."""
+
+
+def twin_of(model: nn.Module, loss: Callable[[nn.Module], nn.Module], tokens: int) -> nn.Module:
+    """A model that does what this one does and runs on the CPU: itself, or of transformers' one with small sizes.
+
+    loss: gives a model the user's loss. tokens: the longest sequence wanted.
+
+    Raises:
+        AutoparError: it is too large, and no smaller one is known.
+    """
+    num = sum(parameter.numel() for parameter in model.parameters())
+    if num <= SMALL:
+        return model
+    is_as_made = huggingface.is_hf(model) and not has_own_forward(model) and not changed_numbers(model)
+    if is_as_made and (small := huggingface.twin_of(model, tokens)) is not None:
+        return loss(small)
+    if num > LARGEST:
+        raise AutoparError(f"{type(model).__name__} has {num / 1e9:.3g} billion parameters: too many to run on the CPU")
+    return model
 
 
 def _shared_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -61,6 +61,12 @@ def with_loss(model: Module, loss: Loss | None, example: Mapping[str, Any] | Non
     return found
 
 
+def has_own_forward(model: nn.Module) -> bool:
+    """Whether something else than a loss stands in the place of the forward of the model's class."""
+    found = vars(model).get("forward")
+    return found is not None and not (isinstance(found, _Forward) and found.inner is None)
+
+
 class Watched:
     """A loss, and what it read of Python when it was planned: a program has that as it was."""
 

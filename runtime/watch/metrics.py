@@ -25,7 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.added_rows import AddedRows
+from autopar.runtime.added import Added
 
 logger = logging.getLogger("autopar")
 
@@ -193,16 +193,16 @@ class Clock:
     waited_s: float = 0.0
 
 
-def tokens_in(inputs: Mapping[str, Tensor], added: AddedRows | None) -> int:
+def tokens_in(inputs: Mapping[str, Tensor], added: Added | None) -> int:
     """Of a batch, whole: the elements of its first input of whole numbers with rows and positions, else its rows."""
     rows = 0
     for name, x in inputs.items():
         if not x.ndim:
             continue
-        given = x.shape[0] if added is None or name not in added.inputs else added.rows
+        given = x.shape if added is None else added.given(name, x.shape)
         if x.ndim > 1 and not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool:
-            return given * math.prod(x.shape[1:])
-        rows = rows or given
+            return math.prod(given)
+        rows = rows or given[0]
     return rows
 
 

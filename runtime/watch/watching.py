@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, local_tensor, own_store
-from autopar.runtime.added_rows import AddedRows
+from autopar.runtime.added import Added
 from autopar.runtime.agreement import waited_for
 from autopar.runtime.clipping import own_power
 from autopar.runtime.engine import Engine
@@ -124,7 +124,7 @@ class Watch:
 
     # What the engine and the hook of optimizers call.
 
-    def forward_ended(self, output: Any, inputs: Mapping[str, Tensor], added: AddedRows | None) -> None:
+    def forward_ended(self, output: Any, inputs: Mapping[str, Tensor], added: Added | None) -> None:
         """After a forward that records gradients."""
         self._is_new = True
         self._tokens += tokens_in(inputs, added)

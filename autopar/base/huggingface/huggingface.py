@@ -150,6 +150,28 @@ def _twin(model_class: Any, config: Any, tokens: int) -> Any:
     return twin(config, tokens, build)
 
 
+def twin_of(model: nn.Module, tokens: int) -> nn.Module | None:
+    """A model of the same class and modes with small sizes, without values; None where the model has modules or
+    functions that its configuration does not make. tokens: the longest sequence wanted.
+    """
+    config: Any = model.config
+    with quiet(), torch.device("meta"):
+        if stages.is_staged(config.to_dict()):
+            return None
+        small: nn.Module = type(model)(_twin(type(model), config, tokens))
+    if {type(module) for module in small.modules()} != {type(module) for module in model.modules()}:
+        return None
+    if any(module.training != model.training for module in model.modules()) or _overridden(model):
+        return None
+    own = {name: x for name, x in vars(model).items() if callable(x) and name != "forward"}
+    vars(small).update(own)  # a loss that was set
+    return small.train(model.training)
+
+
+def _overridden(model: nn.Module) -> bool:
+    return any("forward" in vars(module) for name, module in model.named_modules() if name)
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """Whatever transformers raises over a configuration as an error of ours: it checks little of one by itself."""

@@ -19,6 +19,7 @@ from autopar.cli.models import catalogue
 from autopar.ir.sized import NotAlike, Readings, Size
 from autopar.machine.mesh import Mesh
 from autopar.planner.family import Family
+from autopar.runtime.added import Grown
 from autopar.runtime.checker.program import check_types
 
 MESH = Mesh.parse("dp=2", hardware="h100")
@@ -179,7 +180,8 @@ def test_rows_that_have_no_part_in_a_loss(kind: str) -> None:
     model = Scores(kind).double()
     batch = {"x": torch.randn(3, 6, 8).double(), "labels": torch.randint(0, 5, (3, 6))}
     added = rows_added(model, batch, 4, precision=None, training=True)
-    assert (added.rows, added.more, dict(added.fill), added.outputs) == (3, 1, {"labels": -100}, (None, 0))
+    grown = {"x": (Grown(0, 3, 4),), "labels": (Grown(0, 3, 4, -100),)}
+    assert (dict(added.inputs), added.outputs) == (grown, ((), ((0, 3),)))
     found = []
     for own in (batch, added.pad(batch)):
         out = model(**own)
@@ -187,7 +189,7 @@ def test_rows_that_have_no_part_in_a_loss(kind: str) -> None:
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     alone = rows_added(model, {"x": batch["x"]}, 2, precision=None, training=False)
-    assert (alone.more, dict(alone.fill), alone.outputs) == (1, {}, (0,))
+    assert (dict(alone.inputs), alone.outputs) == ({"x": (Grown(0, 3, 4),)}, (((0, 3),),))
 
 
 @pytest.mark.parametrize(

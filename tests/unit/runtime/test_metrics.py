@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.runtime.added_rows import AddedRows
+from autopar.runtime.added import Added, Grown
 from autopar.runtime.watch.metrics import LINES, NOW, Metrics, Row, openmetrics, tokens_in
 
 ROW = Row(
@@ -125,7 +125,9 @@ def test_tokens() -> None:
     """Breaks if masks or pictures count as tokens, a row that was only added does, or batches without tokens do not."""
     ids, mask = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.bool)
     assert tokens_in({"mask": mask, "input_ids": ids}, None) == 32
-    assert tokens_in({"input_ids": ids}, AddedRows(3, 1, ("input_ids",), {}, ())) == 24
+    assert tokens_in({"input_ids": ids}, Added({"input_ids": (Grown(0, 3, 4),)}, ())) == 24
+    both = Added({"input_ids": (Grown(1, 5, 8), Grown(0, 3, 4))}, ())
+    assert tokens_in({"input_ids": ids}, both) == 15
     assert (
         tokens_in(
             {"scale": torch.zeros(()), "x": torch.zeros(5, 3, 2, 2), "y": torch.zeros(5, dtype=torch.int64)}, None
