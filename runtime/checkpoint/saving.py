@@ -68,13 +68,10 @@ def save(model: nn.Module, engine: Engine, folder: Path, given: Given, wait: boo
     meet(f"save step {given.step}", engine.comm.timeout_s, "Call save on every rank: each writes its own pieces")
     engine.background.finish()
     made = Path(told(WHAT, lambda: str(folders.begin(folder, given.step, engine.background.known))))
-    job: Job | None = None
     try:
-        job = together(WHAT, lambda: _job(model, engine, given, made))
         if not wait:
-            copies = together(WHAT, partial(_copies, job, engine))
-            sections = [replace(one, entries=copy.entries) for one, copy in zip(job.sections, copies)]
-            return engine.background.start(replace(job, sections=sections), copies)
+            return engine.background.start(*together(WHAT, lambda: _copied(_job(model, engine, given, made), engine)))
+        job = together(WHAT, lambda: _job(model, engine, given, made))
         together(WHAT, job.write)
         return Path(told(WHAT, lambda: str(job.commit(SEES_WITHIN_S))))
     except BaseException:
@@ -206,5 +203,8 @@ def _section(name: str, all_held: list[Held]) -> Section:
     return Section(name, entries, rows, described)
 
 
-def _copies(job: Job, engine: Engine) -> list[Snapshot]:
-    return [snapshot(section.entries, engine.background.memory, section.name) for section in job.sections]
+def _copied(job: Job, engine: Engine) -> tuple[Job, list[Snapshot]]:
+    """It, of copies."""
+    copies = [snapshot(section.entries, engine.background.memory, section.name) for section in job.sections]
+    sections = [replace(one, entries=copy.entries) for one, copy in zip(job.sections, copies)]
+    return replace(job, sections=sections), copies
