@@ -38,6 +38,7 @@ from autopar.passes.chosen import FIRST, SECOND, Chosen
 from autopar.passes.emptied import emptied, traced_copy, values_of
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
+from autopar.passes.functional import make_functional
 from autopar.passes.one_region import to_program
 from autopar.passes.usual import Checked, Usual
 
@@ -263,6 +264,12 @@ def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctio
 def _without_writes(
     exported: torch.export.ExportedProgram, arguments: Mapping[str, Any]
 ) -> torch.export.ExportedProgram:
+    for module in graph_modules(exported.graph_module):
+        mutation.without_idle_dropout(module)
+        mutation.part_detached(module, origin_of)
+        mutation.detach_operands(module)
+    if make_functional(exported):
+        return exported
     names = [str(spec.target) for spec in exported.graph_signature.input_specs if spec.target]
     # torch writes a program of its own here and runs it, with these names as they are.
     unsafe = [name for name in names if not name.isprintable() or set(name) & {'"', "\\"}]
@@ -272,10 +279,9 @@ def _without_writes(
             values=", ".join(repr(name[:80]) for name in unsafe[:3]),
             remedy="rename its modules and inputs: no quotes, backslashes or line ends in names",
         )
-    for module in graph_modules(exported.graph_module):
-        mutation.part_detached(module, origin_of)
-        mutation.detach_operands(module)
-    exported = exported.run_decompositions({})
+    apart = mutation.unsaid_views(exported.graph_module.graph)
+    known = torch.export.default_decompositions() if apart else {}
+    exported = exported.run_decompositions({target: known[target] for target in apart if target in known})
     mutation.check(exported.graph_module.graph, origin_of)
     return exported
 

@@ -67,7 +67,7 @@ def check_hidden_writes(root: fx.GraphModule, parameters: Collection[str], where
                     where=where(inner),
                     remedy="write x = x + (new - x).detach() where the gradient is to pass as if nothing had changed",
                 )
-            if _is_view(inner):
+            if is_view(inner):
                 changed.add(inner)
 
 
@@ -118,6 +118,40 @@ def part_detached(module: fx.GraphModule, where: Callable[[fx.Node], str]) -> No
     module.recompile()
 
 
+def without_idle_dropout(module: fx.GraphModule) -> None:
+    """Take out, in place, dropout that drops nothing: it gives its operand itself, as no schema says, and what is
+    written into the one is written into the other.
+    """
+    for node in list(module.graph.nodes):
+        if node.target is not _aten.dropout.default:
+            continue
+        source, probability, trains = node.args
+        if isinstance(source, fx.Node) and not (trains and probability):
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def unsaid_views(graph: fx.Graph) -> set[compat.OpOverload]:
+    """The operators that gave views which their schemas do not say (`einsum` of one operand), of what is written later.
+
+    torch takes such results for values of their own, unless it takes the operators apart.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    changed = [node for node in order if compat.is_mutable(node) and isinstance(node.meta.get("val"), Tensor)]
+    found: set[compat.OpOverload] = set()
+    for node in order if changed else ():
+        value = node.meta.get("val")
+        if not isinstance(node.target, compat.OpOverload) or not isinstance(value, Tensor) or is_view(node):
+            continue
+        operands = [each.meta.get("val") for each in node.all_input_nodes]
+        if any(isinstance(each, Tensor) and compat.shares_storage(value, each) for each in operands):
+            later = [each for each in changed if order[each] > order[node]]
+            if any(compat.shares_storage(value, each.meta["val"]) for each in later):
+                found.add(node.target)
+    return found
+
+
 def _begins_anew(node: fx.Node, module: fx.GraphModule) -> bool:
     """Whether a value is detached from one that forward made, or comes out of a `torch.no_grad()` that made it."""
     if node.target is _aten.detach.default:
@@ -134,7 +168,7 @@ def _begins_anew(node: fx.Node, module: fx.GraphModule) -> bool:
 
 def _root(node: fx.Node) -> fx.Node:
     """What a value is a view of."""
-    while node.op == "call_function" and _is_view(node) and node.args and isinstance(node.args[0], fx.Node):
+    while node.op == "call_function" and is_view(node) and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
@@ -147,7 +181,7 @@ def _aliases(node: fx.Node, but: fx.Node | None = None) -> set[fx.Node]:
         for user in waiting.pop().users:
             if user not in found and user is not but:
                 found.add(user)
-                waiting += [user] if _is_view(user) else []
+                waiting += [user] if is_view(user) else []
     return found
 
 
@@ -155,10 +189,10 @@ def _is_written(node: fx.Node) -> bool:
     """Whether an operator writes into a value, or into a view of it; one without a gradient, as others are refused."""
     firsts = [user for user in node.users if user.args and user.args[0] is node]
     outs = [user for user in node.users if node in user.kwargs.values() and compat.is_mutable(user)]
-    return bool(outs) or any(compat.is_mutable(user) or (_is_view(user) and _is_written(user)) for user in firsts)
+    return bool(outs) or any(compat.is_mutable(user) or (is_view(user) and _is_written(user)) for user in firsts)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether a result is a view of what the operator reads first."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(each.alias_info is not None for each in schema.returns)

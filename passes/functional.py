@@ -1,0 +1,190 @@
+"""What forward writes in place becomes a value of its own, where nothing else lies in the same memory.
+
+    n += 1; y = batch_norm(x, …, mean, variance)  →  n1 = n + 1; y, mean1, variance1 = batch_norm_functional(x, …)
+
+Operators stay those that the model called, and a long graph is not traced a second time. What is written through a view
+or under `torch.no_grad()`, and what is read through a view afterwards, is left to torch, which follows all memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
+
+from autopar.base.torch_compat import tracing as compat
+from autopar.ir.nodes import map_nodes
+from autopar.passes import mutation
+from autopar.passes.exported import graph_modules
+
+_aten = torch.ops.aten
+_STATISTICS = (3, 4)
+"""Which operands `aten.batch_norm` writes, and which results of its functional form take their place."""
+_BATCH_NORM_OPERANDS = 8
+"""Those of the functional form; the last one of `aten.batch_norm` chooses a library."""
+
+
+def make_functional(exported: torch.export.ExportedProgram) -> bool:
+    """Give every written value a node of its own, in place; new values of buffers become outputs, as torch says them.
+
+    False, and nothing has changed, where a write is not as plain as that.
+    """
+    root = exported.graph_module
+    bodies = [each for each in graph_modules(root) if each is not root]
+    if any(mutation.writes(node) for body in bodies for node in body.graph.nodes):
+        return False
+    specs = exported.graph_signature.input_specs
+    buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
+    writes = [node for node in root.graph.nodes if mutation.writes(node)]
+    order = {node: place for place, node in enumerate(root.graph.nodes)}
+    if not _are_plain(writes, order, buffers):
+        return False
+    changed: dict[str, fx.Node] = {}
+    for node in writes:
+        for before, value in _replace(node, order):
+            held = next((name for name, latest in changed.items() if latest is before), before.name)
+            if held in buffers:
+                changed[held] = value
+    output = next(node for node in root.graph.nodes if node.op == "output")
+    for write in reversed(writes):
+        root.graph.erase_node(write)
+    output.args = ((*changed.values(), *output.args[0]),)
+    exported.graph_signature.output_specs[:0] = [
+        OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(value.name), buffers[name])
+        for name, value in changed.items()
+    ]
+    root.recompile()
+    return True
+
+
+def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Collection[str]) -> bool:
+    """Whether each write is into a buffer or a value that an operator made, no view of which is read after it."""
+    places: dict[fx.Node, list[int]] = {}
+    for node in writes:
+        for operand in _written(node):
+            held = _holder(operand)
+            if held is None or (held.op == "placeholder" and held.name not in buffers):
+                return False
+            places.setdefault(held, []).append(order[node])
+    written = set(writes)
+    placeholders = [node for node in order if node.op == "placeholder"]
+    for held, when in places.items():
+        same = [held, *(node for node in writes if not _is_batch_norm(node) and _holder(node) is held)]
+        for reader in {user for node in same for user in node.users} - written:
+            if _may_alias(reader) and any(order[reader] < place < _last_read(reader, order) for place in when):
+                return False
+        if held.op == "placeholder" and any(
+            _shared(held.meta["val"], other) for other in placeholders if other is not held
+        ):
+            return False
+    return True
+
+
+def _written(node: fx.Node) -> list[fx.Node | None]:
+    """The operands that a node writes; None stands for what no functional form is known of."""
+    operands: list[fx.Node | None] = []
+    if _is_batch_norm(node):
+        for place in _STATISTICS:
+            value = node.args[place]
+            operands.append(value if isinstance(value, fx.Node) else None)
+        return operands
+    first = node.args[0] if node.args else None
+    return [first if isinstance(first, fx.Node) and _functional(node) is not None else None]
+
+
+def _holder(node: fx.Node | None) -> fx.Node | None:
+    """The node whose memory this one is, by writes alone; None where that is a view, or nobody can say."""
+    while node is not None and node.op == "call_function":
+        if mutation.writes(node) and not _is_batch_norm(node):
+            node = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+            continue
+        made = node.args[0] if node.target is operator.getitem else node
+        return None if not isinstance(made, fx.Node) or _may_alias(made) else node
+    return node if node is not None and node.op == "placeholder" else None
+
+
+def _is_batch_norm(node: fx.Node) -> bool:
+    return node.target is _aten.batch_norm.default
+
+
+def _functional(node: fx.Node) -> compat.OpOverload | None:
+    """The operator that gives what this one writes into its first operand, and into no other."""
+    if not isinstance(node.target, compat.OpOverload) or node.target.namespace != "aten":
+        return None
+    schema = node.target._schema
+    name, _, mark = schema.name.removeprefix("aten::").rpartition("_")
+    into = [place for place, each in enumerate(schema.arguments) if each.alias_info and each.alias_info.is_write]
+    packet = getattr(_aten, name, None) if into == [0] and not mark else None
+    overload = node.target._overloadname
+    if packet is None or overload not in packet.overloads():
+        return None
+    found: compat.OpOverload = getattr(packet, overload)
+    views = any(each.alias_info is not None for each in found._schema.returns)
+    same = [each.name for each in found._schema.arguments] == [each.name for each in schema.arguments]
+    return found if same and not views and torch.Tag.generated not in found.tags else None
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether a result lies where an operand does, or may: views, what returned its operand as it was (dropout that
+    drops nothing), and what wraps a graph of its own.
+    """
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, compat.OpOverload) or mutation.is_view(node):
+        return True
+    made = [each for each in compat.tree_flatten(node.meta.get("val"))[0] if isinstance(each, Tensor)]
+    return any(_shared(each, operand) for each in made for operand in node.all_input_nodes)
+
+
+def _last_read(node: fx.Node, order: Mapping[fx.Node, int]) -> int:
+    """When a view is read for the last time, through others too."""
+    found, waiting = order[node], [node]
+    while waiting:
+        for user in waiting.pop().users:
+            found = max(found, order[user])
+            waiting += [user] if _may_alias(user) else []
+    return found
+
+
+def _shared(value: Tensor, node: fx.Node) -> bool:
+    others = compat.tree_flatten(node.meta.get("val"))[0]
+    return any(isinstance(other, Tensor) and compat.shares_storage(value, other) for other in others)
+
+
+def _replace(node: fx.Node, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
+    """Put the functional form before a node, and its results in place of what the node wrote and gave.
+
+    Returns what was there, and what is there now.
+    """
+    target = _functional(node)
+    operands: Any = node.args
+    new: list[tuple[fx.Node, fx.Node]] = []
+
+    def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        made = node.graph.call_function(target, args, kwargs)
+        known_args, known_kwargs = map_nodes((args, kwargs), lambda each: each.meta["val"])
+        made.meta = {**node.meta, "val": target(*known_args, **known_kwargs)}
+        order[made] = order[node]
+        return made
+
+    def instead(before: fx.Node, value: fx.Node) -> None:
+        before.replace_all_uses_with(value, delete_user_cb=lambda user: order[user] > order[node])
+        new.append((before, value))
+
+    with node.graph.inserting_before(node), torch.no_grad():
+        if target is None:
+            made = call(_aten._native_batch_norm_legit_functional.default, *operands[:_BATCH_NORM_OPERANDS])
+            node.replace_all_uses_with(call(operator.getitem, made, 0))
+            for place in _STATISTICS:
+                instead(operands[place], call(operator.getitem, made, place))
+            return new
+        made = call(target, *operands, **node.kwargs)
+        if made.meta["val"].dtype != (dtype := operands[0].meta["val"].dtype):
+            made = call(_aten.to.dtype, made, dtype)
+    node.replace_all_uses_with(made)
+    instead(operands[0], made)
+    return new

@@ -1,0 +1,87 @@
+"""What forward writes in place, as values: batch norms, counters, memory that is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.passes.functional import make_functional
+
+
+class Net(nn.Module):
+    """A convolution and what `how` does with its result."""
+
+    seen: Tensor
+    mean: Tensor
+
+    def __init__(self, how: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.how = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), how
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, self.conv(x) * 2)
+
+
+def _counted(net: Net, y: Tensor) -> Tensor:
+    """Statistics that are read between two uses of one norm, a counter, an average, and a dtype that stays."""
+    mean = net.norm.running_mean
+    assert mean is not None
+    y = net.norm(net.norm(y).relu_() + mean[:, None, None])
+    net.seen += 2
+    net.mean.mul_(0.9)
+    net.mean.add_(y.detach().double().mean((0, 2, 3)), alpha=0.1)
+    means = y.mean((2, 3))
+    means += net.mean
+    return means.mul_(net.seen)
+
+
+def _viewed_before(net: Net, y: Tensor) -> Tensor:
+    sums = y.flatten(1).sum(1)
+    y.add_(1)
+    return y.mean((1, 2, 3)) * sums
+
+
+def _viewed_after(net: Net, y: Tensor) -> Tensor:
+    flat = y.flatten(1)
+    y.relu_()
+    return flat.mean(1)
+
+
+def _idle_dropout(net: Net, y: Tensor) -> Tensor:
+    same = F.dropout(y, 0.1, training=False)
+    same.add_(1)
+    return (y * same).mean((2, 3))
+
+
+def _turned(net: Net, y: Tensor) -> Tensor:
+    turned = torch.einsum("bchw->cbwh", y)
+    turned.add_(1)
+    return (y * 2).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    "how", [_counted, _viewed_before, _viewed_after, _idle_dropout, _turned], ids=lambda how: how.__name__
+)
+def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tensor]) -> None:
+    """Breaks if an operator reads a value before or after its time, or what two names share becomes two values."""
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(Net(how), mesh, example_inputs={"x": torch.randn(4, 3, 6, 6)}, strategy="ddp")
+    assert plan.verify().ok
+
+
+@pytest.mark.parametrize("how", [_counted, _viewed_before, _viewed_after, _turned], ids=lambda how: how.__name__)
+def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor]) -> None:
+    """Breaks if statistics of thousands of norms go through torch's own trace, which takes as long as the first; or if
+    views are taken for plain.
+    """
+    exported = torch.export.export(Net(how), (torch.randn(4, 3, 6, 6),), strict=False)
+    assert make_functional(exported) is (how in (_counted, _viewed_before))
+    kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
+    assert kinds == ["BUFFER_MUTATION"] * (5 if how is _counted else 0) + ["USER_OUTPUT"]
