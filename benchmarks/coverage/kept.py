@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from benchmarks.coverage.cells import Row
-from benchmarks.coverage.discovery import Pair
+from benchmarks.coverage.discovery import Pair, pairs
 from benchmarks.pages import RESULTS
 from benchmarks.proofs.matrix import in_lines, write_whole
 
@@ -30,10 +30,12 @@ def save(rows: Mapping[str, Row], path: Path) -> None:
 
 
 def chosen(rows: Mapping[str, Row], version: str) -> list[tuple[Pair, str, str]]:
-    """A pair, a column and what came of it, `SLICE` times: others with each version of autopar."""
-    found = []
+    """A pair, a column and what came of it, `SLICE` times: others with each version of autopar, of the classes that
+    this version of transformers has.
+    """
+    found, there = [], {pair.key for pair in pairs()}
     for key, row in rows.items():
-        if row.eager != "ok":
+        if row.eager != "ok" or key not in there:
             continue
         quick = [
             c for c, (state, seconds, _) in row.cells.items() if state in ("ok", "refused") and seconds < SLICE_CELL_S
