@@ -67,7 +67,9 @@ class Additions:
         try:
             found = rows_added(self.blueprint, inputs, pieces, precision=self.precision, training=training)
         except AutoparError as error:
-            logger.info("%s gets no rows added: %s", shapes(inputs), error)
+            self._say(
+                "no rows", "%s gets no rows for the axes to divide it: %s", shapes(inputs), str(error).rstrip(".")
+            )
             return None
         self._say(
             "rows", "%s is no multiple of the %d pieces that rows are cut in: it gets rows that count for nothing, and "

@@ -220,8 +220,6 @@ class _Planner:
         self._compiled, self._numbers = numbers_of(blueprint), Numbers(blueprint)
         precision = to_dtype(options["precision"])
         self._additions = Additions(blueprint, lengths, precision, lambda small: with_loss(small, loss))
-        self._added: dict[object, AddedRows | None] = {}
-        self._undivided: dict[object, str] = {}
         self._unread: dict[object, bool] = {}
         self._with_additions: dict[tuple[object, ...], Executable] = {}
 
@@ -311,31 +309,6 @@ class _Planner:
         found: Found = box[0]
         return found
 
-    def _added_rows(self, inputs: Mapping[str, Any], differentiate: bool) -> AddedRows | None:
-        """Rows that a batch gets for the axes to divide it, where they leave no trace; the same on every rank."""
-        pieces = 1 if self.first is None else pieces_of(self.first.interface)
-        rows = rows_of(inputs)
-        if not rows or rows % pieces == 0:
-            return None
-        kind = (*shapes_key(self.blueprint, inputs), differentiate)
-        if kind not in self._added:
-            self._added[kind] = self._told(lambda: self._rows_found(inputs, pieces, differentiate))
-        return self._added[kind]
-
-    def _rows_found(self, inputs: Mapping[str, Any], pieces: int, differentiate: bool) -> AddedRows | None:
-        precision = to_dtype(self.options["precision"])
-        try:
-            found = rows_added(self.blueprint, inputs, pieces, precision=precision, training=differentiate)
-        except AutoparError as error:
-            self._undivided[(*shapes_key(self.blueprint, inputs), differentiate)] = str(error).rstrip(".")
-            return None
-        if not any(self._added.values()):
-            logger.warning(
-                "autopar: %s is no multiple of the %d pieces that rows are cut in: it gets rows that count for "
-                "nothing, and outputs have the %d that were given (said once)", _shapes(inputs), pieces, found.rows,
-            )  # fmt: skip
-        return found
-
     def _prepared(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         kind = (*shapes_key(self.blueprint, inputs), differentiate)
         key = (kind, values_key(inputs, self._by_value.get(kind, ())))
@@ -421,16 +394,7 @@ class _Planner:
 
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
         def make() -> Plan:
-            try:
-                plan = self._plan(inputs, differentiate, roots)
-            except AutoparError as error:
-                why = self._undivided.get((*shapes_key(self.blueprint, inputs), differentiate))
-                if why is not None:
-                    error.values = f"{error.values or ''}; rows that count for nothing are not added: {why}".lstrip(
-                        "; "
-                    )
-                    error.args = (str(error),)
-                raise
+            plan = self._plan(inputs, differentiate, roots)
             if self.loss is not None:
                 self.loss.check_planned(plan)
             return plan
