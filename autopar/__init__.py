@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.api.search import SearchResult, search
     from autopar.base.errors import AutoparError
     from autopar.ir.sharding import Partial, Replicate, Shard
+    from autopar.machine.imbalance import expert_imbalance
     from autopar.machine.mesh import Mesh
     from autopar.planner.generation import Generation
     from autopar.planner.search.cluster import Cluster
@@ -32,8 +33,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError", "Cluster", "Generation", "GenerationPlan", "Mesh", "Partial", "Plan", "Proof", "Replicate",
-    "SearchResult", "Shard", "Watch", "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline",
-    "plan", "plan_generation", "resume_or_start", "search", "strategies", "watch",
+    "SearchResult", "Shard", "Watch", "__version__", "backend", "compile", "expert_imbalance", "load_checkpoint", "pin",
+    "pipeline", "plan", "plan_generation", "resume_or_start", "search", "strategies", "watch",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -44,6 +45,7 @@ _MODULE_OF_NAME = {
     "SearchResult": "autopar.api.search", "search": "autopar.api.search",
     "Generation": "autopar.planner.generation", "GenerationPlan": "autopar.api.generation",
     "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
+    "expert_imbalance": "autopar.machine.imbalance",
     "resume_or_start": "autopar.runtime.checkpoint.run",
     "Watch": "autopar.runtime.watch.watching", "watch": "autopar.runtime.watch.watching",
 }  # fmt: skip

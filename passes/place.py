@@ -121,8 +121,14 @@ def _conceding(
         program = with_notes(program, blocked)
         yield program, at, []
     unsplit = unsplit_weights(program, strategies, pins, blocked, reasons) if excused is None else excused
+    whole = [(each.name, each.axis) for each in unsplit]
     if unsplit:
-        yield with_unsplit(program, unsplit), at, [(each.name, each.axis) for each in unsplit]
+        program = with_unsplit(program, unsplit)
+        yield program, at, whole
+    if blocked:
+        # Rows that an index chooses of all: what is computed of them meets, also backward, those that stayed in place.
+        around = [program.region(name) for name in dict.fromkeys(each.region for each in blocked)]
+        yield program, [(region.name, node) for region in around for node in region.ops], whole
 
 
 def try_place(

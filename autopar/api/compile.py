@@ -78,6 +78,7 @@ def compile(
     hardware: str | None = None,
     generate: Generation | None = None,
     lengths: Sequence[int] | None = None,
+    expert_imbalance: float | None = None,
 ) -> Module:
     """Take the model over: the same object, of the same class, with the same names, running a distributed program.
 
@@ -117,6 +118,7 @@ def compile(
     options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
         strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints),
         passes=passes, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
+        expert_imbalance=expert_imbalance,
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
     return compile_model(

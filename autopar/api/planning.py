@@ -86,6 +86,7 @@ def plan(
     microbatches: int | None = None,
     roots: Sequence[str] | None = None,
     loss: Loss | None = None,
+    expert_imbalance: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
@@ -106,6 +107,8 @@ def plan(
         roots: the outputs whose gradients a backward takes, by name. None: the loss where there is one, else all that
             depend on parameters. (`autopar.compile` plans again by itself when a gradient comes for another one.)
         loss: a function of the outputs and the batch that becomes a part of the program (see `autopar.compile`).
+        expert_imbalance: where tokens go to the ranks of their experts, how many the busiest rank gets for each that a
+            rank gets on the average, as assumed or as `autopar.expert_imbalance` measures it; None takes the profile's.
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
@@ -115,7 +118,8 @@ def plan(
     found = decide(
         with_loss(model, loss, batch), mesh, example_inputs=batch, strategy=strategy,
         precision=precision, memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware,
-        inference=inference, rematerialize=rematerialize, microbatches=microbatches, roots=roots, progress=progress,
+        inference=inference, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
+        expert_imbalance=expert_imbalance, progress=progress,
     )  # fmt: skip
     if watched is not None:
         watched.check_planned(found)

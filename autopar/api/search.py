@@ -44,6 +44,7 @@ def search(
     top: int = 3,
     limits: Mapping[str, int] | None = None,
     loss: Loss | None = None,
+    expert_imbalance: float | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
     """Compare meshes (pp × node × dp × cp × tp), strategies, schedules, microbatches and rematerialization.
@@ -59,6 +60,7 @@ def search(
         limits: the largest size of an axis, by its name (`{"tp": 8}`); the others have no limit but the cluster. dp:
             of all data ranks.
         loss: a function of the outputs and the batch that becomes a part of the program (see `autopar.compile`).
+        expert_imbalance: as in `autopar.plan`.
         progress: called with what is being done, its number from 0, and how many there are.
 
     Raises:
@@ -67,7 +69,8 @@ def search(
     batch = by_name(model, example_inputs)
     found = run.search(
         with_loss(model, loss, batch), cluster, example_inputs=batch, precision=precision,
-        memory_limit=memory_limit, top=top, limits=limits, progress=progress,
+        memory_limit=memory_limit, top=top, limits=limits,
+        expert_imbalance=expert_imbalance, progress=progress,
     )  # fmt: skip
     planned = tuple((candidate, dressed(record)) for candidate, record in found.planned)
     return SearchResult(

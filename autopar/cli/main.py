@@ -37,6 +37,7 @@ from autopar.cli.options import (  # fmt: skip
     Batch,
     Generate,
     HardwareName,
+    Imbalance,
     Layers,
     MeshText,
     Microbatches,
@@ -102,6 +103,7 @@ def plan(
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
     microbatches: Microbatches = None,
+    expert_imbalance: Imbalance = None,
     generate: Generate = None,
     layers: Layers = None,
     tiny: Tiny = False,
@@ -151,6 +153,7 @@ def plan(
             return
         with errors(1):
             options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
+            options["expert_imbalance"] = expert_imbalance
             found = make_plan(steps, loaded, *wanted, precision=precision, **options)
             found = with_spec(found, model, batch, tiny, layers)
             written = cli_output.write(found, save, source, picture, trace)
@@ -184,6 +187,7 @@ def search(
     limit: Annotated[
         list[str] | None, typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp).")
     ] = None,
+    expert_imbalance: Imbalance = None,
     layers: Layers = None,
     tiny: Tiny = False,
     plot: Annotated[
@@ -207,7 +211,7 @@ def search(
 
             found = run(
                 loaded.model, wanted, example_inputs=loaded.batch, precision=precision, memory_limit=most, top=top,
-                limits=limits, progress=steps.part,
+                limits=limits, expert_imbalance=expert_imbalance, progress=steps.part,
             )  # fmt: skip
             if plot is not None:
                 found.plot(plot)

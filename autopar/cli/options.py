@@ -21,6 +21,13 @@ StrategyText = Annotated[
     ),
 ]
 Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
+Imbalance = Annotated[
+    float | None,
+    typer.Option(
+        "--expert-imbalance",
+        help="Tokens of the busiest rank of experts, a mean rank's being 1. Default: the hardware's.",
+    ),
+]
 HardwareName = Annotated[str, typer.Option("--hardware", help="A profile (autopar hardware) or a .toml file.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="The same architecture with small sizes.")]
 Microbatches = Annotated[

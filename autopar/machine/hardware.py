@@ -6,6 +6,7 @@ its tables names the ``source`` of its numbers. Links are given per direction an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -90,6 +91,17 @@ class Hardware:
     power_limit_w: float | None = None
     overlap_slowdown: float = 0.0
     expert_imbalance: float = 1.25
+
+    def with_experts(self, imbalance: float | None) -> Hardware:
+        """The profile with another `expert_imbalance`; None: as it is. Raises AutoparError for less than 1."""
+        if imbalance is None:
+            return self
+        if not 1.0 <= imbalance < math.inf:
+            raise AutoparError(
+                f"expert_imbalance={imbalance}: the busiest rank gets at least as many as a rank on the average",
+                remedy="pass 1 or more: 1.0 where all get the same, or autopar.expert_imbalance(loads, ranks)",
+            )
+        return replace(self, expert_imbalance=float(imbalance))
 
     def kept_speed(self, op_class: str) -> float:
         """The fraction of the speed of one kernel by itself that operators of a class keep in a run of minutes.

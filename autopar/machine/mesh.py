@@ -53,6 +53,10 @@ class Mesh:
         object.__setattr__(inner, "whole", self)
         return inner
 
+    def with_experts(self, imbalance: float | None) -> Mesh:
+        """The mesh with `Hardware.with_experts`."""
+        return self if imbalance is None else Mesh(self.axes, hardware=self.hardware.with_experts(imbalance))
+
     @staticmethod
     def parse(text: str, hardware: str | Hardware = "h100") -> Mesh:
         """``dp=4,tp=2`` to a mesh. Raises AutoparError that shows the part it cannot read."""

@@ -39,6 +39,7 @@ def decide(
     rematerialize: str = "auto",
     microbatches: int | None = None,
     roots: Sequence[str] | None = None,
+    expert_imbalance: float | None = None,
     progress: Progress | None = None,
     captured: dict[object, Program] | None = None,
 ) -> PlanRecord:
@@ -50,6 +51,7 @@ def decide(
         AutoparError: bad input; says what, where, the numbers, and the remedy.
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
+    mesh = mesh.with_experts(expert_imbalance)
     asked = pipeline_of(strategy, mesh)
     asked = asked.read() if asked is not None else None
     if asked is not None and inference:

@@ -44,11 +44,14 @@ def search(
     memory_limit: float | None = None,
     top: int = 3,
     limits: Mapping[str, int] | None = None,
+    expert_imbalance: float | None = None,
     progress: Progress | None = None,
 ) -> Found[PlanRecord]:
     """See `autopar.search`, which dresses the plans that this finds."""
     start = time.perf_counter(), time.process_time()
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if expert_imbalance is not None:
+        cluster = Cluster(cluster.hardware.with_experts(expert_imbalance), cluster.nodes)
     limit = float(cluster.hardware.memory_bytes) if memory_limit is None else float(memory_limit)
     tell = progress or (lambda what, number, count: None)
     tell("trace", 0, 3 + top)
