@@ -22,6 +22,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, se
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
+from autopar.runtime import lost_writes
 from autopar.runtime.added import Added
 from autopar.runtime.agreement import Agreement, call_of
 from autopar.runtime.alike import Alike
@@ -136,6 +137,7 @@ class Engine:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.granted.settle()
+        lost_writes.check()
         call = call_of(self._num_forwards, self.model, args, kwargs)
         self.agreement.begin(call)
         check_inputs(call.inputs)

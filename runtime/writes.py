@@ -32,6 +32,7 @@ from autopar.base.torch_compat.distributed import (
     storage_key,
     tree_map,
 )  # fmt: skip
+from autopar.runtime import lost_writes
 from autopar.runtime.meeting import PATIENCE_S, meet
 from autopar.runtime.seen_whole import SeenWhole, Term, cut, in_pieces_as, whole
 
@@ -204,6 +205,7 @@ def _write_back(x: DTensor, view: _View, original: Callable[..., Any], args: Any
     _write_whole(root, lambda held: original(take(held), *args, **kwargs))
     with torch.no_grad():
         local_tensor(x).copy_(local_tensor(cut(take(_whole(root.detach())), x)))
+    lost_writes.written_back(x)
     return x
 
 
@@ -242,6 +244,7 @@ def _carrying(original: Callable[..., Any]) -> Callable[..., Any]:
         view = vars(self).get("_autopar_view")
         if view is not None and type(found) is DTensor:
             found._autopar_view = view  # type: ignore[attr-defined]
+            lost_writes.watch(found, self)
         return found
 
     return same
@@ -257,6 +260,7 @@ def _note(found: Any, base: DTensor, take: Callable[[Tensor], Tensor]) -> None:
     shown = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     if storage_key(take(shown)) == storage_key(shown):
         found._autopar_view = _View(base, take)  # type: ignore[attr-defined]
+        lost_writes.watch(found, base)
 
 
 def _is_plain(x: Any, least_dims: int = 1) -> bool:

@@ -190,6 +190,31 @@ def refused() -> list[str]:
     return found
 
 
+def by_functions() -> list[str]:
+    """What is said after functions wrote into parts of a weight whose rows ranks share; of writes that are kept."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autopar.compile(net(), mesh, strategy="zero3", example_inputs=(drawn(0, 8, 8),))
+    weight = model[0].weight
+
+    def kept() -> None:
+        weight[3].fill_(0.5)
+        rows = weight[4]
+        rows.mul_(2).add_(1)
+        torch.Tensor.mul_(weight, 0.5)
+        float(torch.relu(weight[5]).sum())
+
+    writes = (
+        lambda: torch.Tensor.fill_(weight[3], 0.5), lambda: torch.relu_(weight.data[20]),
+        lambda: torch.Tensor.add_(weight[10:13], 1.0), lambda: torch.fill_(weight.view(-1)[5:9].detach(), 0.5), kept,
+    )  # fmt: skip
+    found = []
+    for write in writes:
+        with torch.no_grad():
+            write()
+        found.append(training.message(lambda: loss_of(model)))
+    return found
+
+
 def resized() -> str:
     own, batch = training.model_and_batch("gpt2", torch.float64, 0.0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -1,0 +1,97 @@
+"""Writes to copies of parts of DTensors: torch copies `weight[3]` out of pieces, where eager gives a view.
+
+    weight[3].fill_(1)               a method writes back into the pieces (`writes.py`)
+    torch.Tensor.fill_(weight[3], 1) a function writes to the copy alone: told at the next forward, with its line
+
+torch counts no versions of a DTensor's pieces, so a copy's values are kept, and looked at when nobody has it any more.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import local_tensor, storage_key
+
+MOST_WAITING = 64
+"""Copies that nobody has any more, and that wait to be looked at: on CUDA each look waits for the device."""
+_NOT_SCRIPTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), weakref.__file__, "<")
+_waiting: list[tuple[_Watched, str]] = []
+_lost: list[str] = []
+
+
+class _Watched:
+    """The memory of a copy, and what was in it when all that was written had gone into the pieces."""
+
+    def __init__(self, local: Tensor) -> None:
+        self.local, self.before = local, local.clone()
+
+    def is_other(self) -> bool:
+        """Whether something else is in it, bit by bit."""
+        one, other = (x.contiguous().flatten().view(torch.uint8) for x in (self.local, self.before))
+        return not torch.equal(one, other)
+
+
+@torch.no_grad()
+def watch(part: DTensor, base: DTensor) -> None:
+    """Tell of writes to this copy that do not go into the pieces. base: of what it is a part, perhaps itself a copy,
+    whose memory it may have.
+    """
+    local = local_tensor(part).detach()
+    if local.is_meta or not local.numel():
+        return
+    watched: _Watched | None = vars(base).get("_autopar_watched")
+    if watched is None or storage_key(watched.local) != storage_key(local):
+        watched = _Watched(local)
+    held: Any = part
+    held._autopar_watched = watched
+    weakref.finalize(part, _is_gone, watched).atexit = False
+
+
+@torch.no_grad()
+def written_back(part: DTensor) -> None:
+    """What was written to the copy is in the pieces."""
+    watched: _Watched | None = vars(part).get("_autopar_watched")
+    if watched is not None:
+        watched.before = watched.local.clone()
+
+
+def _is_gone(watched: _Watched) -> None:
+    _waiting.append((watched, _line()))
+    if watched.local.device.type == "cpu" or len(_waiting) > MOST_WAITING:
+        _look()
+
+
+def _look() -> None:
+    while _waiting:
+        watched, where = _waiting.pop()
+        if watched.is_other():
+            _lost.append(where)
+
+
+def _line() -> str:
+    """Where the script is."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_SCRIPTS):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def check() -> None:
+    """Raises an AutoparError, once, where something was written to a copy and is lost."""
+    _look()
+    if not _lost:
+        return
+    where, _lost[:] = _lost[0], []
+    raise AutoparError(
+        "a function wrote into a part of a tensor that lies in pieces: it got a copy, and the tensor is as it was",
+        where=where or None,
+        remedy="Use the method (weight[3].fill_(x), weight[3] = x), or hand the whole tensor to the function",
+    )
