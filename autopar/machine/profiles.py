@@ -256,6 +256,7 @@ def _load(text: str, files: bool, most_links: int = 4) -> Hardware:
 _BY_GPU = (
     ("b200", "b200"),
     ("h200", "h200"),
+    ("h800", "h800"),
     ("h100 pcie", "h100-pcie"),
     ("h100", "h100"),
     ("a100-sxm4-40", "a100-40"),

@@ -20,7 +20,7 @@ def shipped_text(name: str) -> str:
 def test_names() -> None:
     """Breaks if a profile is not packaged."""
     assert profiles.names() == (
-        "a100-40", "a100-80", "b200", "cpu", "h100-pcie", "h100-sxm", "h200", "l40s", "mi300x", "v100",
+        "a100-40", "a100-80", "b200", "cpu", "h100-pcie", "h100-sxm", "h200", "h800", "l40s", "mi300x", "v100",
     )  # fmt: skip
 
 
@@ -87,6 +87,10 @@ def test_numbers_of_the_data_sheets() -> None:
     assert h200.peak_flops == h100.peak_flops
     assert (h100.memory_bytes, h200.memory_bytes) == (80 * 10**9, 141 * 10**9)
     assert h200.memory_bandwidth_bytes_per_s == pytest.approx(4.8e12)
+    h800 = profiles.load("h800")
+    assert (h800.peak_flops["bf16"], h800.network) == (h100.peak_flops["bf16"], h100.network)
+    # DeepSeek-V3 (2412.19437), section 3.2.2: 160 GB/s in a node, 3.2 times what goes between nodes
+    assert h800.node.bandwidth_bytes_per_s == pytest.approx(160e9) and h800.peak_flops["fp64"] == 1e12
     assert a100.node.bandwidth_bytes_per_s < 300e9 < h100.node.bandwidth_bytes_per_s < 450e9
 
 
