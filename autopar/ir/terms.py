@@ -113,7 +113,7 @@ class Terms:
             (base,), before = known[1], known[0].data[0]
         if before == after or base == ZERO:
             return base
-        made = Form("view", VIEW, (before, after))
+        made = form if form.data == (before, after) else Form("view", VIEW, (before, after))
         return self._keep(hash((VIEW, after, base)), made, (base,))
 
     def _order(self, form: Form, operands: Sequence[Term]) -> Term:
@@ -124,7 +124,8 @@ class Terms:
             dims = tuple(before[dim] for dim in dims)
         if dims == tuple(range(len(dims))) or base == ZERO:
             return base
-        return self._keep(hash((ORDER, dims, base)), Form("order", ORDER, dims), (base,))
+        made = form if dims == form.data else Form("order", ORDER, dims)
+        return self._keep(hash((ORDER, dims, base)), made, (base,))
 
     def _pick(self, form: Form, operands: Sequence[Term]) -> Term:
         (base,) = operands

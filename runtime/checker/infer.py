@@ -22,7 +22,7 @@ from autopar.ir.op_call import OpCall, flatten_results
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import PARTIAL, Shard
 from autopar.ir.terms import Form, Term, Terms, short
-from autopar.runtime.checker.part import MOST_CALLS, ExchangeCall, LocalCall, RingCall, rule_of
+from autopar.runtime.checker.part import MOST_CALLS, ExchangeCall, LocalCall, RingCall
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.types import Axes, Said, Typed, ordered
 
@@ -109,19 +109,20 @@ class Inference:
         return kind, int(value) if isinstance(value, int) and kind is not bool else value
 
     def answer(
-        self, func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any,
-        ring: RingCall | ExchangeCall | None = None, *, hinted: bool = True,
+        self, question: Any, operands: Sequence[Tensor], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        made: Any, ring: RingCall | ExchangeCall | None = None, *, hinted: bool = True,
     ) -> Answer | None:  # fmt: skip
         """What is true of a call's results; None where there is no whole operation.
 
-        made: what it gave, on meta. target: the operator that gives what `func` writes; mostly the same.
+        question, operands: of the call. made: what it gave, on meta. target: the operator that gives what the call's
+        writes; mostly the same.
         """
-        question, operands = self.question(func, args, kwargs, ring)
         said = [self.axes.said(x) for x in operands]
         self._stripes |= {(p.outer, p.zigzag) for types, _ in said for each in types
                           for p in each.sharding if isinstance(p, Shard) and p.outer > 1}  # fmt: skip
         results = flatten_results(made)
-        call = LocalCall(target, args, kwargs, results, ring, self.axes, self.ways, self._stripes)
+        dtypes = [x.dtype for x in operands]
+        call = LocalCall(target, args, kwargs, dtypes, results, ring, self.axes, self.ways, self._stripes)
         found, is_whole = self._readings(call, operands, said, hinted and self._hinted)
         if found is None:
             return None
@@ -130,7 +131,7 @@ class Inference:
         flat = kind is None or not any(isinstance(each, list) for each in made)
         self._known[question] = answer = Answer(like if flat else (None,), found, is_whole, kind)
         if len(self._stripes) != question[2]:
-            self._known[self.question(func, args, kwargs, ring)[0]] = answer
+            self._known[(*question[:2], len(self._stripes), question[3])] = answer
         return answer
 
     def known(self, question: Any) -> Answer | None:
@@ -242,17 +243,17 @@ class Inference:
         found: list[dict[Reading, None]] = [{} for _ in local]
         if lie is not None:
             for chosen in _chosen(types):
-                for whole, results in own.parts_of_asked([each.typed for each in chosen]):
+                for rule, whole, results in own.parts_of_asked([each.typed for each in chosen]):
                     if all(each is not None or shape is None for each, shape in zip(results, local, strict=True)):
-                        return self._all_of(own, whole, types, chosen), True
+                        return self._all_of(own, rule, whole, types, chosen), True
         for chosen in _chosen(types):
-            for whole, results in own.parts_of([each.typed for each in chosen]):
+            for rule, whole, results in own.parts_of([each.typed for each in chosen]):
                 read = self._read(whole, results, chosen)
                 for into, each in zip(found, read, strict=True):
                     if each is not None:
                         into[each] = None
                 if lie is not None and self._meets(own, read, lie):
-                    return self._all_of(own, whole, types, chosen), False
+                    return self._all_of(own, rule, whole, types, chosen), False
         if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
             return None, True
         return tuple(None if s is None else tuple(known) for s, known in zip(local, found, strict=True)), True
@@ -263,13 +264,12 @@ class Inference:
         return [None if x is None else Reading(x, form_of(whole, i), chosen) for i, x in enumerate(results)]
 
     def _all_of(
-        self, own: LocalCall, whole: OpCall, types: Sequence[Sequence[Operand]], chosen: tuple[Operand, ...]
-    ) -> Readings:
+        self, own: LocalCall, rule: Rule, whole: OpCall, types: Sequence[Sequence[Operand]],
+        chosen: tuple[Operand, ...],
+    ) -> Readings:  # fmt: skip
         """In every way in which a call is a part of one whole call: of which axis its rows are, may be seen later."""
         found: list[dict[Reading, None]] = [{} for _ in own.shapes]
         alike = [[each for each in given if each.typed.shape == one.typed.shape] for given, one in zip(types, chosen)]
-        rule = rule_of(whole)
-        assert rule is not None
         for each in _chosen(alike):
             for results in own.parts_of_one(rule, whole, [operand.typed for operand in each]):
                 for into, reading in zip(found, self._read(whole, results, each), strict=True):

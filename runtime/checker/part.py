@@ -56,15 +56,15 @@ class ExchangeCall:
 
 
 class LocalCall:
-    """One call on local tensors, of which these are the results.
+    """One call on local tensors, of these dtypes, of which these are the results.
 
     ways: what an axis of a size may do to an operator, in no stripes. stripes: outer and zigzag, that tensors lie in.
     """
 
     def __init__(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any],
-        ring: RingCall | ExchangeCall | None, axes: Axes, ways: Callable[[Rule, int], list[Choice]],
-        stripes: Iterable[tuple[int, bool]],
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: Sequence[torch.dtype],
+        results: Sequence[Any], ring: RingCall | ExchangeCall | None, axes: Axes,
+        ways: Callable[[Rule, int], list[Choice]], stripes: Iterable[tuple[int, bool]],
     ) -> None:  # fmt: skip
         self.target, self.axes, self.ring = target, axes, ring
         self.ways, self.stripes = ways, frozenset(stripes)
@@ -72,33 +72,36 @@ class LocalCall:
         self.given, self.given_kwargs = args, kwargs
         self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in results]
         self._results = tuple(map(spec_of, results))
+        self._dtypes = dtypes
         self._rule: tuple[Rule | None] | None = None
         self._found: dict[Any, tuple[OpCall, tuple[tuple[Typed | None, ...], ...]]] = {}
 
     def as_whole(self, said: Sequence[Said]) -> OpCall | None:
         """The call itself, where all that it is given is whole on every rank, and no rank is told anything else."""
+        for types, _ in said:
+            if len(types) != 1 or not _is_whole(types[0]):
+                return None
         if self.ring is not None or differs(self.given) or differs(list(self.given_kwargs.values())):
-            return None
-        if not all(len(types) == 1 and _is_whole(types[0]) for types, _ in said):
             return None
         return OpCall(self.target, *_specs(self.args, self.kwargs, None), self._results)
 
-    def parts_of_asked(self, types: Sequence[Typed]) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
+    def parts_of_asked(self, types: Sequence[Typed]) -> Iterator[tuple[Rule, OpCall, tuple[Typed | None, ...]]]:
         """As `parts_of`, of the whole calls on such operands that somebody asked a rule for: a search begins there."""
-        for whole in calls_on(self.target, _specs(self.args, self.kwargs, types)[2]):
+        specs = [TensorSpec(typed.shape, dtype) for typed, dtype in zip(types, self._dtypes, strict=True)]
+        for whole, rule in calls_on(self.target, specs):
             numbers = len(whole.args), len(whole.results)
             if numbers == (len(self.args), len(self.shapes)) and whole.kwargs.keys() == self.kwargs.keys():
-                planned = rule_of(whole)
-                if planned is not None:
-                    yield from ((whole, part) for part in self.parts_of_one(planned, whole, types))
+                for part in self.parts_of_one(rule, whole, types):
+                    yield rule, whole, part
 
-    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
-        """Each whole call, of operands of these types, that it is a part of, and the types of its results: with the
-        arguments as they are; then, where some are sizes, with those of the whole.
+    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[Rule, OpCall, tuple[Typed | None, ...]]]:
+        """Each whole call, of operands of these types, that it is a part of, its rule, and the types of its results:
+        with the arguments as they are; then, where some are sizes, with those of the whole.
         """
         rule, whole_call = self._whole(self.args, self.kwargs, types)
         if rule is not None and whole_call is not None:
-            yield from ((whole_call, part) for part in self.parts_of_one(rule, whole_call, types))
+            for part in self.parts_of_one(rule, whole_call, types):
+                yield rule, whole_call, part
         if rule is not None and not (rule.shape_args or rule.size_args or self._takes_sizes()):
             return
         if self._rule is None:
@@ -108,7 +111,8 @@ class LocalCall:
         for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):
             rule, whole_call = self._whole(args, kwargs, types)
             if rule is not None and whole_call is not None:
-                yield from ((whole_call, part) for part in self.parts_of_one(rule, whole_call, types))
+                for part in self.parts_of_one(rule, whole_call, types):
+                    yield rule, whole_call, part
 
     def _whole(self, args: Any, kwargs: Any, types: Sequence[Typed]) -> tuple[Rule | None, OpCall | None]:
         whole = executed(self.target, *_specs(args, kwargs, types))
@@ -142,14 +146,16 @@ class LocalCall:
         """What each axis may do to it, where its operands lie so."""
         if len(rule.operands) != len(types):
             return
-        stripes, zigzags = _stripes(rule, types)
-        for name in _made_of_one(rule):  # alike all along: in whatever stripes what it meets lies in
-            stripes[name] = {outer for outer, zigzag in self.stripes if not zigzag}
-            zigzags[name] = {outer for outer, zigzag in self.stripes if zigzag}
+        in_stripes = bool(self.stripes)  # of which some operand lies in some
+        if in_stripes:
+            stripes, zigzags = _stripes(rule, types)
+            for name in _made_of_one(rule):  # alike all along: in whatever stripes what it meets lies in
+                stripes[name] = {outer for outer, zigzag in self.stripes if not zigzag}
+                zigzags[name] = {outer for outer, zigzag in self.stripes if zigzag}
+            in_stripes = any(stripes.values()) or any(zigzags.values())
         ways: list[list[Choice]] = []
         for axis, size in enumerate(self.axes.sizes):
             wanted = [each.sharding[axis] for each in types]
-            in_stripes = stripes or zigzags
             allowed = axis_choices(rule, size, stripes, zigzags) if in_stripes else self.ways(rule, size)
             kind = self.ring.kind if self.ring is not None and self.ring.axis == axis else None
             own = [way for way in allowed if (way.kind == kind if kind else not way.splits_two)]

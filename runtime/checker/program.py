@@ -54,6 +54,7 @@ def check_types(
     _check(source, interface, filename, hinted=False)
 
 
+@without_collection()
 def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: bool) -> None:
     axes = Axes(interface.axes, interface.sizes)
     steps = interface.meaning.steps if interface.meaning is not None else frozenset()
@@ -66,7 +67,7 @@ def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: b
     border = _Border(interface, typing, program)
     border.meaning.border()
     try:
-        with torch.no_grad(), without_collection(), typing:
+        with torch.no_grad(), typing:
             if interface.pipeline is None:
                 border.check_step()
             else:
@@ -79,6 +80,8 @@ def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: b
         raise typing.placed(error) from error
     except Exception as error:  # of the text: whatever Python says of it
         raise typing.error_of(error) from error
+    finally:
+        program.namespace.clear()  # of functions that know it: what was made goes at once, and nobody has to search
 
 
 def _is_of_region(function: Callable[..., Any]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -49,11 +49,10 @@ class Typing(PlainDispatchMode):
         kwargs = kwargs or {}
         return self.typed(func, args, kwargs)
 
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
+    def quietly(self) -> AbstractContextManager[None]:
         """What runs inside is no statement of the program."""
-        with without_dispatch():
-            yield
+        quiet: AbstractContextManager[None] = without_dispatch()
+        return quiet
 
     def typed(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ring: RingCall | ExchangeCall | None = None
@@ -82,10 +81,10 @@ class Typing(PlainDispatchMode):
                         if each is not None:
                             give_said(x, each)
                     return like[0] if answer.kind is None else answer.kind(like)
-            return self._answered(func, given, named, operands, ring)
+            return self._answered(func, given, named, question, operands, ring)
 
     def _answered(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor],
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], question: Any, operands: Sequence[Tensor],
         ring: RingCall | ExchangeCall | None,
     ) -> Any:  # fmt: skip
         own = _traits(func)
@@ -97,7 +96,7 @@ class Typing(PlainDispatchMode):
                              tree_leaves(given)) from error  # fmt: skip
         if own.draws and not _is_empty(made):
             raise self.error(f"{_name(func)} draws other numbers on every rank", tree_leaves(given))
-        answer = self.inference.answer(func, own.target, args, kwargs, made, ring)
+        answer = self.inference.answer(question, operands, own.target, args, kwargs, made, ring)
         said = None if answer is None else self.inference.said(answer, operands)
         if said is None:
             raise self.error(f"{_name(func)} on these parts is no part of one whole {_name(func)}", tree_leaves(given))
@@ -180,10 +179,10 @@ class TypedOperators:
         packet = getattr(torch.ops.autopar, name, None)
         if packet is None:
             return getattr(operators, name)
-        target = packet.default
+        target, typed = packet.default, self._typing.typed
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            made = self._typing.typed(target, args, kwargs)
+            made = typed(target, args, kwargs)
             return tuple(made) if isinstance(made, list) else made
 
         setattr(self, name, call)

@@ -61,29 +61,32 @@ def rules_for(calls: Sequence[OpCall]) -> list[Rule]:
     """The rule of each; those that have to be discovered are, all at once. `calls_on` knows the calls then."""
     _load()
     discover_all([call for call in calls if not is_written(call)])
-    for call in calls:
-        _note(call)
-    return [rule_for(call) for call in calls]
+    found = [rule_for(call) for call in calls]
+    for call, rule in zip(calls, found):
+        _note(call, rule)
+    return found
 
 
-_SEEN: Recent[Hashable, dict[Hashable, OpCall]] = Recent(4096)
+_SEEN: Recent[Hashable, dict[Hashable, tuple[OpCall, Rule]]] = Recent(4096)
 _MOST_CALLS = 16
 """Calls of one operator on the same operands that are remembered."""
 
 
-def _note(call: OpCall) -> None:
-    key = (call.target, call.operands)
+def _note(call: OpCall, rule: Rule) -> None:
+    key, content = (call.target, call.operands), call.content
     try:
         on = _SEEN.peek(key) or {}
-        if on.get(call.content) is not call:
+        if content not in on or on[content][0] is not call:
             kept = list(on.items())[1 - _MOST_CALLS :]
-            _SEEN.put(key, {**dict(kept), call.content: call})
+            _SEEN.put(key, {**dict(kept), content: (call, rule)})
     except TypeError:  # an argument that cannot be looked up
         return
 
 
-def calls_on(target: Any, operands: Sequence[TensorSpec]) -> Sequence[OpCall]:
-    """Calls of an operator on such operands whose rules were asked for: what else may be meant is worth a try first."""
+def calls_on(target: Any, operands: Sequence[TensorSpec]) -> Sequence[tuple[OpCall, Rule]]:
+    """Calls of an operator on such operands whose rules were asked for, with these: what else may be meant is worth a
+    try first.
+    """
     found = _SEEN.peek((target, tuple(operands)))
     return () if found is None else tuple(found.values())
 
