@@ -180,4 +180,16 @@ import torch.nn.functional as F
 
 from autopar import operators as ops
 
-aten = torch.ops.aten'''
+aten = torch.ops.aten{_attention_order(program)}'''
+
+
+def _attention_order(program: Program) -> str:
+    """Which of PyTorch's kernels plain attention goes to first, where that was measured and is not what torch does."""
+    assert program.mesh is not None
+    if program.mesh.hardware.plain_attention != "cudnn":
+        return ""
+    if not any(
+        call.name.startswith("autopar.attention") for region in program.regions for call, _ in region.ops.values()
+    ):
+        return ""
+    return '\nATTENTION = "cudnn"  # before flash attention, where attention is plain: measured to be faster there'

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.attention import cudnn_first
 from autopar.runtime import kernels
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.draws import reads_seed
@@ -104,6 +105,8 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     whole = [_whole_step(name, filename) if is_pipeline else namespace[name] for name in ("forward", "backward")]
     stages = _load_stages(namespace, filename) if is_pipeline else ()
     weight = namespace.get("loss_weight")
+    if "ATTENTION" in namespace:
+        whole, stages = _with_attention(namespace["ATTENTION"], filename, whole, stages)
     return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages, source)
 
 
@@ -150,6 +153,27 @@ def _load_stage(namespace: Mapping[str, Any], filename: str, kind: str, ranges: 
     for_training = [bound(name) or _not_for_training(f"{kind}_{name}", filename) for name in ("backward", "reduce")]
     halves = bound("backward_input"), bound("backward_weight")
     return LoadedStage(kind, bound("unshard"), bound("forward"), for_training[0], for_training[1], *halves)
+
+
+def _with_attention(
+    kernel: object, filename: str, whole: Sequence[Callable[..., Any]], stages: Sequence[LoadedStage]
+) -> tuple[list[Callable[..., Any]], tuple[LoadedStage, ...]]:
+    """The functions with the kernel first that a program wants plain attention to go to."""
+    if kernel not in ("cudnn", "flash"):
+        raise AutoparError(
+            "the generated program names no kernel of attention", where=filename, values=f"ATTENTION = {kernel!r}",
+            remedy='Write ATTENTION = "cudnn", or leave the line out',
+        )  # fmt: skip
+    if kernel == "flash":
+        return list(whole), tuple(stages)
+
+    def first(function: Any) -> Any:
+        return None if function is None else cudnn_first()(function)
+
+    computing = ("forward", "backward", "backward_input", "backward_weight")
+    return [first(each) for each in whole], tuple(
+        replace(stage, **{name: first(getattr(stage, name)) for name in computing}) for stage in stages
+    )
 
 
 def _whole_step(name: str, filename: str) -> Callable[..., NoReturn]:

@@ -8,7 +8,7 @@ AUTOPAR_CHECK      ``1``: verify the plan before the first step; ``types``: chec
                    that they are the planned ones; ``0``: not even that
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
 AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; ``auto``, these for plain calls only;
-                   ``cudnn``, as ``auto``, with cuDNN's kernel before flash attention
+                   ``cudnn``, ``flash``, as ``auto``, with cuDNN's kernel before flash attention or never
 AUTOPAR_TUNE       ``1``: measure configurations of attention's kernels at their first calls (ranks may differ in bits)
 =================  ============================================================================================
 """
@@ -71,17 +71,17 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def attention_backend(variables: Mapping[str, str] | None = None) -> str:
-    """AUTOPAR_ATTENTION: "auto", "triton", "sdpa" or "cudnn".
+    """AUTOPAR_ATTENTION: "auto", "triton", "sdpa", "cudnn" or "flash".
 
     Raises AutoparError for another word.
     """
     given = os.environ if variables is None else variables
     text = given.get("AUTOPAR_ATTENTION", "").strip().lower() or "auto"
-    if text not in ("auto", "triton", "sdpa", "cudnn"):
+    if text not in ("auto", "triton", "sdpa", "cudnn", "flash"):
         raise AutoparError(
             "AUTOPAR_ATTENTION names no implementation of attention",
             values=f"AUTOPAR_ATTENTION={text}",
-            remedy="Set it to auto, triton, sdpa or cudnn",
+            remedy="Set it to auto, triton, sdpa, cudnn or flash",
         )
     return text
 

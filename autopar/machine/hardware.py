@@ -38,6 +38,8 @@ class Hardware:
     peak_flops: FLOP/s by format (fp64, fp32, tf32, bf16, fp16, fp8), dense. efficiency: the fraction of the peak that
     each class of operators (`OP_CLASSES`) reaches where no curve says it better; "memory" is the fraction of the memory
     bandwidth. matmul: curves by format; attention: by "forward" and "backward", or for one format by "bf16.forward".
+    plain_attention_s: measured seconds of one plain attention, forward and backward, by the kernels of PyTorch's that
+    serve it (`flash`, `cudnn`); none: not measured.
     rates: FLOP/s (as the rules count them) of single operators, by name (`silu`, `_softmax_backward_data`), that
     compute more than they move.
     memory_points: (bytes moved, bytes a second); none: the bandwidth times efficiency["memory"] at any size.
@@ -76,6 +78,7 @@ class Hardware:
     network_cards: int = 1
     matmul: Mapping[str, MatmulCurve] = field(hash=False, default_factory=dict)
     attention: Mapping[str, AttentionCurve] = field(hash=False, default_factory=dict)
+    plain_attention_s: Mapping[str, float] = field(hash=False, default_factory=dict)
     rates: Mapping[str, float] = field(hash=False, default_factory=dict)
     memory_points: Points = ()
     memory_share: Mapping[str, float] = field(hash=False, default_factory=dict)
@@ -153,6 +156,12 @@ class Hardware:
             return found
         own = self.attention.get(f"{self.format_of(dtype)}.{phase}")
         return own if own is not None else self.attention.get(phase)
+
+    @property
+    def plain_attention(self) -> str:
+        """The kernel that was measured to be the fastest for plain attention; "" where fewer than two were."""
+        found = self.plain_attention_s
+        return min(found, key=lambda kernel: (found[kernel], kernel)) if len(found) > 1 else ""
 
     def memory_bytes_per_s(self, moved_bytes: float, op_class: str = "elementwise", name: str = "") -> float:
         """What an operator that reads and writes so many bytes gets of the memory, caches included."""

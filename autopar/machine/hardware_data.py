@@ -41,6 +41,7 @@ def from_data(data: str | Mapping[str, Any]) -> Hardware:
         for name, curve in fields["attention"].items()
     }
     fields["memory_points"] = _points(fields["memory_points"])
+    fields["plain_attention_s"] = {str(k): float(x) for k, x in dict(fields.get("plain_attention_s", {})).items()}
     fields["fused_kernels"] = tuple(fields.get("fused_kernels", FUSED_KERNELS))
     found = Hardware(**fields)
     least = {

@@ -158,6 +158,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         overlap_slowdown=number("overlap", "slowdown") if "slowdown" in read.table("overlap") else 0.0,
         matmul={key: _matmul(read, key) for key, value in read.table("matmul").items() if isinstance(value, dict)},
         attention=_attention(read),
+        plain_attention_s=_plain_attention(read),
         rates=read.numbers("rates"),
         memory_points=read.points(points, "memory", "points") if points is not None else (),
         memory_share=read.numbers("memory_share"),
@@ -194,6 +195,18 @@ def _attention(read: _Reader) -> dict[str, AttentionCurve]:
             if causal or full:
                 found[".".join((*path, phase))] = AttentionCurve(causal or full, full, half_rows)
     return found
+
+
+def _plain_attention(read: _Reader) -> dict[str, float]:
+    """Seconds by kernel: `[plain_attention]`, flash_s and cudnn_s."""
+    found = {key: value for key, value in read.table("plain_attention").items() if key != "source"}
+    if unknown := [key for key in found if key not in ("flash_s", "cudnn_s")]:
+        raise AutoparError(
+            f"A hardware profile has {', '.join(unknown)[:200]} in plain_attention",
+            where=read.where,
+            remedy="Use flash_s, cudnn_s",
+        )
+    return {key.removesuffix("_s"): read.number("plain_attention", key) for key in found}
 
 
 def _by_head_size(read: _Reader, *keys: str) -> tuple[tuple[int, Points], ...]:

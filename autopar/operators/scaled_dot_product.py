@@ -235,12 +235,14 @@ def _is_added(bias: Tensor | None) -> bool:
 
 def takes_cudnn(q: Tensor) -> bool:
     """Whether plain attention goes to cuDNN's kernel where flash attention would serve: where AUTOPAR_ATTENTION=cudnn
-    or the order of `torch.nn.attention.sdpa_kernel` says so, to head size 128. Not where torch's deterministic
-    algorithms are asked for: flash attention has some.
+    or the order of `torch.nn.attention.sdpa_kernel` says so, which a program puts cuDNN's first in where that was
+    measured to be faster; to head size 128. Not where torch's deterministic algorithms are asked for: flash attention
+    has some.
     """
     if q.shape[-1] > 128 or torch.are_deterministic_algorithms_enabled():
         return False
-    return environment.attention_backend() == "cudnn" or prefers_cudnn()
+    said = environment.attention_backend()
+    return said == "cudnn" or (said != "flash" and prefers_cudnn())
 
 
 def _fits_cuda_flash(

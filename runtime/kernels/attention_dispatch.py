@@ -69,7 +69,7 @@ def takes_kernels(
     are measured to be faster.
     """
     backend = environment.attention_backend()
-    if backend == "sdpa" or (backend in ("auto", "cudnn") and _is_plain(q, k, bias, keys, sinks, options)):
+    if backend == "sdpa" or (backend in ("auto", "cudnn", "flash") and _is_plain(q, k, bias, keys, sinks, options)):
         return False
     reason = supports(q, k, v, options)
     if reason:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ class Host:
 @dataclass(frozen=True, slots=True)
 class Measurements:
     """All times of one rank, or their medians over ranks. launch_s: of an operator that repeats, as those that are
-    timed do. optimizer_s_per_byte: of the parameters.
+    timed do. optimizer_s_per_byte: of the parameters. plain_attention: by kernel
+    (`attention_kernels`), where there are several.
     """
 
     launch_s: float
@@ -58,6 +59,7 @@ class Measurements:
     collectives: list[CollectiveSample]
     collective_launch_s: float | None
     host: Host
+    plain_attention: Mapping[str, float] = field(default_factory=dict)
 
     def times(self) -> dict[str, float]:
         """The times alone, by what they are of; the same keys on all ranks."""
@@ -65,6 +67,7 @@ class Measurements:
         if self.collective_launch_s is not None:
             found["collective launch"] = self.collective_launch_s
         found |= {f"host {key}": value for key, value in asdict(self.host).items()}
+        found |= {f"plain attention by {kernel}": value for kernel, value in self.plain_attention.items()}
         found |= {f"{i} {s.label}": s.seconds for i, s in enumerate(self.samples)}
         return found | {f"collective {i}": s.seconds for i, s in enumerate(self.collectives)}
 
@@ -77,6 +80,7 @@ class Measurements:
             [replace(s, seconds=times[f"collective {i}"]) for i, s in enumerate(self.collectives)],
             times.get("collective launch"),
             Host(**{each.name: times[f"host {each.name}"] for each in fields(Host)}),
+            {kernel: times[f"plain attention by {kernel}"] for kernel in self.plain_attention},
         )
 
 
@@ -119,6 +123,11 @@ def _tables(machine: Machine, found: Measurements, name: str) -> dict[str, Any]:
         "rates": {"source": source, **rates},
         "optimizer": {"source": f"{source}, torch.optim.AdamW", "seconds_per_byte": found.optimizer_s_per_byte},
     }
+    if found.plain_attention:
+        what = "forward and backward of one plain call, causal; the faster comes first in programs"
+        tables["plain_attention"] = {
+            "source": f"{source}: {what}", **{f"{kernel}_s": each for kernel, each in found.plain_attention.items()}
+        }  # fmt: skip
     host = {
         "optimizer": {"seconds_per_tensor": found.host.parameter_s},
         "launch": {"view_s": found.host.view_s, "collective_busy": found.host.collective_busy},

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from autopar.base import environment
 from autopar.base.errors import AutoparError
-from autopar.cost.calibration import collectives, fit
+from autopar.cost.calibration import attention_kernels, collectives, fit
 from autopar.cost.calibration.cases import all_cases
 from autopar.cost.calibration.fit import CollectiveSample, Residual, Sample
 from autopar.cost.calibration.profile import Host, Machine, Measurements, build
@@ -129,20 +129,23 @@ def _measure(
     cases = [(dtype, case) for dtype in dtypes for case in all_cases(dtype, device.type, options.quick)]
     main = dtypes[0]
     cases = [(dtype, case) for dtype, case in cases if dtype == main or case.kind in ("matmul", "attention")]
-    begin(len(cases) + 2 + collectives.num_steps(axes, options.quick, device.type))
+    begin(len(cases) + 3 + collectives.num_steps(axes, options.quick, device.type))
     crowded = device.type == "cpu" and per_node * torch.get_num_threads() > _num_cores()
     timer = Timer(device, 0.05 if options.quick else 0.2, crowded)
     advance("launches")
     launch, among, view = timer.launch_s(), *timer.launches_among_others_s()
+    advance("kernels of plain attention")
+    kernels = attention_kernels.measured(main, device, timer.seconds)
     samples = []
-    for dtype, case in cases:
-        label = f"{case.label} in {str(dtype).removeprefix('torch.')}"
-        advance(label)
-        function, work = case.build(device)
-        _together(num_ranks)
-        samples.append(Sample(case.kind, label, work, timer.seconds(function)))
-        del function
-        gc.collect(0)
+    with attention_kernels.first(kernels):  # as programs run it there
+        for dtype, case in cases:
+            label = f"{case.label} in {str(dtype).removeprefix('torch.')}"
+            advance(label)
+            function, work = case.build(device)
+            _together(num_ranks)
+            samples.append(Sample(case.kind, label, work, timer.seconds(function)))
+            del function
+            gc.collect(0)
     advance("AdamW")
     step, num_bytes = optimizer_step(main, device)
     _together(num_ranks)
@@ -152,7 +155,8 @@ def _measure(
             per_tensor = timer.seconds(small_step(main)) / NUM_SMALL
     messages, collective_launch = _collectives(axes, options, device, advance)
     host = Host(among, view, per_tensor, _busy(axes, device, per_node))
-    return machine, Measurements(launch, samples, optimizer, messages, collective_launch, host), notes
+    found = Measurements(launch, samples, optimizer, messages, collective_launch, host, kernels)
+    return machine, found, notes
 
 
 def _busy(axes: Sequence[collectives.Axis], device: torch.device, per_node: int) -> float:

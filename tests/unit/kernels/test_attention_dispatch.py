@@ -146,11 +146,11 @@ def test_the_order_of_torchs_own_kernels_is_kept(monkeypatch: pytest.MonkeyPatch
     assert kernels_called(monkeypatch) == FLASH
 
 
-def test_the_variable_has_four_values() -> None:
+def test_the_variable_has_five_values() -> None:
     assert environment.attention_backend({}) == "auto"
     assert environment.attention_backend({"AUTOPAR_ATTENTION": " Triton "}) == "triton"
-    with pytest.raises(AutoparError, match="AUTOPAR_ATTENTION=flash"):
-        environment.attention_backend({"AUTOPAR_ATTENTION": "flash"})
+    with pytest.raises(AutoparError, match="AUTOPAR_ATTENTION=fast"):
+        environment.attention_backend({"AUTOPAR_ATTENTION": "fast"})
 
 
 REGISTERED = """
