@@ -214,7 +214,7 @@ def _reduced(call: OpCall, index: int) -> Form | None:
     dims = [dims] if isinstance(dims, int) else list(dims or range(source.ndim))
     words = [] if call.result.dtype == source.dtype else [f"dtype={call.result.dtype}"]
     name = call.name.partition(".dim")[0].removesuffix(".default")
-    if not source.ndim or not source.numel:
+    if not source.ndim:
         return None
     return _over(name, words, source.shape, [dim % source.ndim for dim in dims], call.result.shape)
 

@@ -41,7 +41,9 @@ def _count(x: Tensor, axes: Sequence[int]) -> int:
 def _mean(x: Tensor, dims: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """A mean is a sum (which splits into partial sums) times a constant."""
     axes = _axes(x, dims)
-    return torch.sum(x, axes, keepdim, dtype=dtype) * (1.0 / _count(x, axes)) if axes else x
+    count = _count(x, axes)
+    scale = 1.0 / count if count else math.inf  # the mean of none is no number: 0 · ∞
+    return torch.sum(x, axes, keepdim, dtype=dtype) * scale if axes else x
 
 
 def _mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
