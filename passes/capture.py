@@ -44,6 +44,7 @@ from autopar.passes.usual import Checked, Usual
 
 logger = logging.getLogger("autopar.capture")
 
+_OF_GRAPHS = frozenset(dir(torch.fx.GraphModule)) - frozenset(dir(nn.Module))
 LEAST_BLOCKS = 2
 """Blocks for which it is worth looking whether one repeats another."""
 
@@ -273,11 +274,14 @@ def _without_writes(
     names = [str(spec.target) for spec in exported.graph_signature.input_specs if spec.target]
     # torch writes a program of its own here and runs it, with these names as they are.
     unsafe = [name for name in names if not name.isprintable() or set(name) & {'"', "\\"}]
+    # It keeps the model's own beside them: a buffer called `code` is in the way of the program's text.
+    unsafe += [name for name in names if name.partition(".")[0] in _OF_GRAPHS]
     if unsafe := unsafe + [name for name in arguments if not name.isidentifier() or keyword.iskeyword(name)]:
         raise AutoparError(
             "a model that writes into its buffers cannot be traced with names that torch cannot write down",
             values=", ".join(repr(name[:80]) for name in unsafe[:3]),
-            remedy="rename its modules and inputs: no quotes, backslashes or line ends in names",
+            remedy="rename its modules, buffers and inputs: no quotes, backslashes or line ends in names, and none of "
+            "torch.fx.GraphModule's own (code, graph)",
         )
     apart = mutation.unsaid_views(exported.graph_module.graph)
     known = torch.export.default_decompositions() if apart else {}

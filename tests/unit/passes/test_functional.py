@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.base.errors import AutoparError
 from autopar.passes.functional import make_functional
 
 
@@ -85,3 +86,27 @@ def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor])
     assert make_functional(exported) is (how in (_counted, _viewed_before))
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
     assert kinds == ["BUFFER_MUTATION"] * (5 if how is _counted else 0) + ["USER_OUTPUT"]
+
+
+class Coded(nn.Module):
+    """Keeps an average in a buffer that has the name of what torch keeps a graph's text in."""
+
+    code: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("code", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            self.code.lerp_(x.mean(0), 0.1)
+        return x
+
+
+def test_a_name_that_torch_has_taken_is_said() -> None:
+    """Breaks if a buffer called `code` ends in torch's own "attribute already exists"."""
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    with pytest.raises(AutoparError, match=r"'code'\. rename its modules, buffers"):
+        autopar.plan(Coded(), mesh, example_inputs={"x": torch.randn(4, 4)}, strategy="ddp")
