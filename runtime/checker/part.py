@@ -146,8 +146,8 @@ class LocalCall:
         """What each axis may do to it, where its operands lie so."""
         if len(rule.operands) != len(types):
             return
-        in_stripes = bool(self.stripes)  # of which some operand lies in some
-        if in_stripes:
+        in_stripes, stripes, zigzags = False, dict[str, set[int]](), dict[str, set[int]]()
+        if self.stripes:  # some operand lies in some
             stripes, zigzags = _stripes(rule, types)
             for name in _made_of_one(rule):  # alike all along: in whatever stripes what it meets lies in
                 stripes[name] = {outer for outer, zigzag in self.stripes if not zigzag}
