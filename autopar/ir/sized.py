@@ -18,6 +18,7 @@ That the model does the same for another size (that it has no `if length > 512`)
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -124,7 +125,7 @@ def _merge(values: Sequence[Any]) -> Any:
     if isinstance(first, _SAME) or callable(first) or isinstance(first, frozenset):
         return _equal(values)
     if isinstance(first, int | float):
-        return first if all(value == first for value in values) else _Numbers(tuple(values))
+        return first if all(_is_same_number(value, first) for value in values) else _Numbers(tuple(values))
     if isinstance(first, Tensor):
         return _merge_tensors(values)
     if isinstance(first, fx.Graph):
@@ -160,6 +161,10 @@ def _merge(values: Sequence[Any]) -> Any:
                     changed[each.name] = new
         return first if not changed else _Replaced(first, changed)
     return _equal(values)
+
+
+def _is_same_number(value: Number, first: Number) -> bool:
+    return value == first or (value != value and first != first)  # what is no number is as good as another one
 
 
 def _is_same(merged: Iterable[Any], first: Iterable[Any]) -> bool:
@@ -421,7 +426,7 @@ class Readings:
 def _readings(values: Sequence[Number], own: Sequence[int], aim: int) -> Iterable[Fraction]:
     """q m + r and q / m, where all values are."""
     different = next((i for i, each in enumerate(own) if each != own[0]), None)
-    if different is None:
+    if different is None or not all(map(math.isfinite, values)):
         return
     exact = [Fraction(value) for value in values]
     slope = (exact[different] - exact[0]) / (own[different] - own[0])

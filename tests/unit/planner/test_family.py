@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -51,6 +52,7 @@ def test_numbers_are_read_as_polynomials_of_sizes() -> None:
         ([(4, 16), (4, 24), (4, 40)], (8, 12, 20), (4, 17), "no whole number"),
         ([(4, 16), (4, 24), (4, 40)], (64, 96, 160), (2, 40), "did not vary"),
         ([(4, 16), (2, 32)], (64, 64), (4, 32), "product of sizes"),
+        ([(4, 16), (4, 24), (4, 40)], (1.0, math.inf, math.nan), (4, 50), "0 readings"),
     ],
 )
 def test_what_does_not_follow_is_said(
@@ -102,6 +104,28 @@ def test_what_a_model_does_for_some_sizes_is_done_for_these() -> None:
             continue
         assert _text(family, model, _batch(4, length)) == expected, length
     assert family.read >= 4
+
+
+class Marking(nn.Module):
+    """Marks what counts for nothing by a number that is none, as TRL's metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y.masked_fill(x < 0, math.nan).nan_to_num(0.0, math.inf, -math.inf).sum()
+
+
+def test_constants_that_are_no_numbers_stay() -> None:
+    """Breaks if NaN, which equals nothing, is taken for a number that changes with the sizes."""
+    model = Marking()
+    family = Family.of(autopar.plan(model, MESH, example_inputs=_batch(4, 8), strategy="ddp"))
+    for length in (10, 12, 14, 22):
+        own = Family.of(autopar.plan(model, MESH, example_inputs=_batch(4, 8), strategy="ddp"))
+        assert _text(family, model, _batch(4, length)) == _text(own, model, _batch(4, length))
+    assert family.read
 
 
 @lru_cache(maxsize=1)
