@@ -149,3 +149,23 @@ def with_loss_and_more() -> dict[str, Any]:
         tokens = batch["tokens"].full_tensor()
         pairs.append((_number(model(**batch).loss), _number(loss(plain(tokens), {"wanted": tokens}))))
     return {"pairs": pairs, "planned": planned, "programs": len(model.autopar._programs)}
+
+
+class LossAlone(Own):
+    """Gives its loss, and nothing that is as long as the batch."""
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), wanted.flatten())
+
+
+def of_a_loss_alone(lengths: list[int]) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    plain = LossAlone().double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="ddp", lengths=LENGTHS)
+    pairs = []
+    for n in lengths:
+        tokens = torch.randint(0, 50, (4, n), generator=torch.Generator().manual_seed(n))
+        pairs.append((_number(model(tokens, tokens)), _number(plain(tokens, tokens))))
+    assert len(model.autopar._programs) == 1, "all are padded to one length"
+    return pairs

@@ -60,3 +60,10 @@ def test_with_losses_copies_loaders_and_shapes_ahead() -> None:
         for ours, eager in found["pairs"]:
             assert ours == pytest.approx(eager, rel=1e-12)
         assert (found["planned"], found["programs"]) == (2, 4)
+
+
+def test_lengths_in_turn_where_no_output_has_one() -> None:
+    """Breaks if a batch is padded as the one before, which was of another length."""
+    for found in launch(lengths.of_a_loss_alone, 2, [5, 9, 16, 12, 9], timeout_s=200.0):
+        for ours, eager in found:
+            assert ours == pytest.approx(eager, rel=1e-12)
