@@ -85,7 +85,9 @@ def made(entry: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[nn.Module
 
 
 def scores(routing: str, tokens: int, experts: int) -> Tensor:
-    """The scores that are wanted, [tokens, experts]: each token prefers two experts that lie apart."""
+    """The scores that are wanted, [tokens, experts]: each token prefers two experts that lie apart, and the others in an
+    order of its own, so that rounding chooses none.
+    """
     token = torch.arange(tokens)
     first, second = token % experts, (token + experts // 2) % experts
     if routing == "hot":
@@ -93,7 +95,8 @@ def scores(routing: str, tokens: int, experts: int) -> Tensor:
     if routing == "empty":
         half = torch.tensor([e for e in range(experts) if e % 4 < 2])
         first, second = half[token % len(half)], half[(token + 2) % len(half)]
-    found = torch.zeros(tokens, experts, dtype=torch.float64)
+    found = (token[:, None] + torch.arange(experts)).remainder(experts) * (_SCORE / 16 / experts)
+    found = found.to(torch.float64)
     found[token, second] = _SCORE / 2
     found[token, first] = _SCORE
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from importlib import resources
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 from autopar.base.errors import AutoparError
 from autopar.machine import hardware, links, profiles
+from autopar.planner.plan.schema import HardwareRow
 
 
 def shipped_text(name: str) -> str:
@@ -188,3 +189,8 @@ def test_as_data_and_back() -> None:
     # The name alone would give another number of devices a node.
     fewer = replace(profiles.load("h100"), devices_per_node=4)
     assert hardware_data.from_data(json.loads(json.dumps(hardware_data.to_data(fewer)))).devices_per_node == 4
+
+
+def test_plans_know_all_of_a_profile() -> None:
+    """Breaks if a profile has a number that a plan on it writes and cannot read."""
+    assert HardwareRow.__annotations__.keys() == {each.name for each in fields(hardware.Hardware)}

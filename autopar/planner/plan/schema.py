@@ -53,6 +53,7 @@ class HardwareRow(TypedDict):
     matmul: dict[str, MatmulCurve]
     attention: dict[str, AttentionRow]
     rates: NotRequired[dict[str, float]]
+    plain_attention_s: NotRequired[dict[str, float]]
     memory_points: Points
     memory_share: NotRequired[dict[str, float]]
     optimizer_passes: NotRequired[float]
