@@ -84,11 +84,10 @@ def made(entry: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[nn.Module
     return model.double().train(), {"input_ids": ids, "labels": ids, **masks}
 
 
-def scores(routing: str, tokens: int, experts: int) -> Tensor:
-    """The scores that are wanted, [tokens, experts]: each token prefers two experts that lie apart, and the others in an
-    order of its own, so that rounding chooses none.
+def scores(routing: str, token: Tensor, experts: int) -> Tensor:
+    """The scores that are wanted, [tokens, experts]: each token prefers two experts that lie apart, and the others in
+    an order of its own, so that rounding chooses none.
     """
-    token = torch.arange(tokens)
     first, second = token % experts, (token + experts // 2) % experts
     if routing == "hot":
         first = torch.full_like(token, 1)
@@ -96,9 +95,9 @@ def scores(routing: str, tokens: int, experts: int) -> Tensor:
         half = torch.tensor([e for e in range(experts) if e % 4 < 2])
         first, second = half[token % len(half)], half[(token + 2) % len(half)]
     found = (token[:, None] + torch.arange(experts)).remainder(experts) * (_SCORE / 16 / experts)
-    found = found.to(torch.float64)
-    found[token, second] = _SCORE / 2
-    found[token, first] = _SCORE
+    found, row = found.to(torch.float64), torch.arange(len(token))
+    found[row, second] = _SCORE / 2
+    found[row, first] = _SCORE
     return found
 
 
@@ -113,7 +112,9 @@ def plant(model: nn.Module, batch: Mapping[str, Any], router: str, routing: str)
     def fit(module: Any, given: Any) -> None:
         nonlocal most, fewest
         x = given[0].detach().reshape(-1, given[0].shape[-1])
-        wanted = scores(routing, len(x), len(module.weight))
+        # Tokens that are equal get equal scores: of others the means would be, and rounding would choose between them.
+        token = (torch.cdist(x, x) < 1e-9 * x.norm(dim=1)).to(torch.int64).argmax(1)
+        wanted = scores(routing, token, len(module.weight))
         bias = getattr(module, "bias", None)
         with torch.no_grad():
             module.weight.copy_(torch.linalg.lstsq(x, wanted - (0.0 if bias is None else bias)).solution.t())
