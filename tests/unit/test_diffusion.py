@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
+from autopar.base.errors import AutoparError
 from tests.unit.tiers import mostly_slow
 
 WIDTH, ROWS = 16, 8
@@ -187,7 +188,8 @@ def test_every_gradient_is_eagers(model: str, mesh: str, strategy: str) -> None:
     """Breaks if what feeds every block loses the gradients of some, or what comes back late is taken for another."""
     torch.manual_seed(0)
     made = MODELS[model]()
-    options: dict[str, Any] = {"microbatches": 2} if strategy == "pipeline" else {}
+    # Towers are compared over all rows of a batch: that is no sum over microbatches (below).
+    options: dict[str, Any] = {"microbatches": 1 if model == "towers" else 2} if strategy == "pipeline" else {}
     plan = autopar.plan(
         made, autopar.Mesh.parse(mesh, hardware="cpu"), strategy=strategy, example_inputs=batch(), **options
     )
@@ -195,3 +197,10 @@ def test_every_gradient_is_eagers(model: str, mesh: str, strategy: str) -> None:
     assert proof.ok, str(proof)
     compared = {each.name for each in proof.comparisons}
     assert {f"gradient of {name}" for name, _ in made.named_parameters()} <= compared
+
+
+def test_rows_that_are_compared_are_no_microbatches() -> None:
+    """Breaks if a loss over all pairs of rows is taken for a mean over those of each microbatch."""
+    mesh = autopar.Mesh.parse("pp=2", hardware="cpu")
+    with pytest.raises(AutoparError, match=r"matmul combines each row of the batch with every other.*microbatches=1"):
+        autopar.plan(Towers(), mesh, strategy="pipeline", example_inputs=batch(), microbatches=2)
