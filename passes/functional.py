@@ -40,6 +40,9 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
     specs = exported.graph_signature.input_specs
     buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
     writes = [node for node in root.graph.nodes if mutation.writes(node)]
+    # Of nothing torch leaves statistics as they are, which the functional form does not.
+    if any(_is_batch_norm(node) and node.args[0].meta["val"].numel() == 0 for node in writes):
+        return False
     order = {node: place for place, node in enumerate(root.graph.nodes)}
     if not _are_plain(writes, order, buffers):
         return False
