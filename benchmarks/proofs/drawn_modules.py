@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.proofs.drawn_operations import MOST_A_ROW, OPERATIONS, TOKENS, Values, kind
+from benchmarks.proofs.drawn_lines import MOST_A_ROW, TOKENS, Values, kind
+from benchmarks.proofs.drawn_operations import OPERATIONS
 
 ROWS, CLASSES = 8, 6
 INPUTS = ("x", "image", "vector", "ids")

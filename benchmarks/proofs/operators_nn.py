@@ -3,10 +3,10 @@ r"""Plan and prove every layer, function and loss of torch.nn, and write the tab
     python benchmarks/proofs/operators_nn.py [--only 'MSELoss*;CTC*'] [--strategies 'ddp;zero*'] [--meshes 'dp=2'] \
         [--resume] [--json FILE] [--output FILE]
 
-The rows are those of `benchmarks/proofs/operators_nn_cases.py`, one tiny unmodified model each. Every cell is
-`autopar.plan(…)` and `plan.verify()`: loss, outputs, gradients and changed buffers of all ranks against eager, in
-float64. What came of each is kept in docs/operators.json, and the page is written from it; `--resume` runs only the
-cells that are not there, or not ok.
+The rows are those of `operators_nn_layers.py`, `…_losses.py` and `…_reductions.py`, one tiny unmodified model each.
+Every cell is `autopar.plan(…)` and `plan.verify()`: loss, outputs, gradients and changed buffers of all ranks against
+eager, in float64. What came of each is kept in docs/operators.json, and the page is written from it; `--resume` runs
+only the cells that are not there, or not ok.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import autopar
 from autopar import pipeline
 from autopar.base.errors import AutoparError
+from benchmarks.proofs import operators_nn_layers, operators_nn_losses, operators_nn_reductions
 from benchmarks.proofs.matrix import DOCS, captured_once, matches, write_whole
-from benchmarks.proofs.operators_nn_cases import Case, cases
+from benchmarks.proofs.operators_nn_cases import Case
 
 STRATEGIES = ("ddp", "zero3", "auto")
 MESHES = ("dp=2", "dp=2,tp=2")
@@ -44,6 +45,12 @@ GATHERS = "gathers"
 
 Results = dict[str, dict[str, str]]
 """Of a row and a column: "ok", or the state and what was said: "refused: mse_loss …"."""
+
+
+def cases() -> list[Case]:
+    """All rows."""
+    kinds = (*operators_nn_layers.KINDS, *operators_nn_losses.KINDS, *operators_nn_reductions.KINDS)
+    return [case for kind in kinds for case in kind()]
 
 
 def run(case: Case, strategy: str, mesh: str, passes: Sequence[pipeline.Pass] = pipeline.DEFAULT) -> str:

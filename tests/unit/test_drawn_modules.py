@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar
+from benchmarks.proofs.drawn_lines import TOKENS, Values
 from benchmarks.proofs.drawn_modules import INPUTS, ROWS, Drawing, Made, batch, drawings, drawn, made
-from benchmarks.proofs.drawn_operations import TABLE, TOKENS, Values, attention, clipped
+from benchmarks.proofs.drawn_operations import TABLE, attention, clipped
 from benchmarks.proofs.modules import CELLS, OTHERS, run, shrunk
 
 FEW = settings(

@@ -21,8 +21,8 @@ import autopar
 from autopar.base.errors import AutoparError
 from autopar.operators.decompositions import DECOMPOSITIONS
 from autopar.operators.losses import AUTOGRAD, trace_cross_entropy_terms
-from benchmarks.proofs.operators_nn import run
-from benchmarks.proofs.operators_nn_cases import ROWS, Layer, Loss, cases, signs, unit
+from benchmarks.proofs.operators_nn import cases, run
+from benchmarks.proofs.operators_nn_cases import ROWS, Layer, Loss, signs, unit
 
 CASES = {case.name: case for case in cases()}
 DP, BOTH = "dp=2", "dp=2,tp=2"
