@@ -36,10 +36,14 @@ def tried(optimizer: Optimizer) -> Found:
     """
     shapes = [_shapes(group["params"]) for group in optimizer.param_groups]
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        starts = [[torch.randn(shape, device=devices[0]) * 0.1 for shape in own] for own in shapes]
-        gradients = [[[torch.randn_like(x) * scale for x in own] for own in starts] for scale in _SCALES]
+    generator = torch.Generator(devices[0]).manual_seed(0)  # the script's own draws stay as they were
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), device=devices[0], generator=generator)
+
+    with torch.no_grad():
+        starts = [[drawn(shape) * 0.1 for shape in own] for own in shapes]
+        gradients = [[[drawn(x.shape) * scale for x in own] for own in starts] for scale in _SCALES]
     try:
         wanted = _stepped(optimizer, starts, gradients)
     except Exception:  # whatever a stranger's code does

@@ -153,7 +153,8 @@ class _Draws:
         real = {id(tensor): tensor.full() for tensor in involved}
         for tensor in involved:
             tensor.put(real[id(tensor)])
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        own = [self.comm.device] if self.comm.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=own), torch.no_grad():
             for writer_name, writer in chain:
                 torch.manual_seed(_derived_seed(self.seed, writer_name))
                 self.initialize(writer)

@@ -114,6 +114,13 @@ def padding(
     Raises:
         AutoparError: nothing does; says what would be another.
     """
+    with torch.random.fork_rng(devices=()):  # one rank alone does this: what scripts draw next stays alike on all
+        return _padding(model, inputs, sizes, training, known)
+
+
+def _padding(
+    model: nn.Module, inputs: Mapping[str, Any], sizes: Sizes, training: bool, known: Sequence[Any]
+) -> Padding:
     clone, batch = _small(model, inputs)
     grown = grown_inputs(batch, sizes)
     proofs = [_Proof(clone, each, training) for each in (batch, _even(batch, grown))]
@@ -214,8 +221,8 @@ class _Proof:
     def _ran(self, batch: Mapping[str, Any], cut: list[tuple[tuple[int, int], ...]] | None) -> dict[str, Tensor]:
         """Outputs, gradients and buffers, by name. cut: takes the dims of outputs that are longer than wanted."""
         kept = {name: x.clone() for name, x in self.model.named_buffers()}
-        torch.manual_seed(0)
         with huggingface.training_capture(self.model), only(torch.float64), _NothingDropped():
+            torch.default_generator.manual_seed(0)  # that of the CPU, where it runs (`padding` puts it back)
             with torch.set_grad_enabled(self.training):
                 output = self.model(**batch)
                 tracing.see_into(output)

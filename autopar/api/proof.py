@@ -128,6 +128,18 @@ def verify(
         --tiny).
     """
     fits_here(plan)
+    with torch.random.fork_rng(devices=()):  # what the script draws next is what it was
+        return _verified(plan, dtype, seed, rtol, atol, prepare)
+
+
+def _verified(
+    plan: PlanRecord,
+    dtype: torch.dtype,
+    seed: int,
+    rtol: float | None,
+    atol: float | None,
+    prepare: Callable[[nn.Module, Mapping[str, Any]], None] | None,
+) -> Proof:
     assert plan.model is not None and plan.inputs is not None
     if plan.source_is_edited:
         mesh, scaled = plan.mesh, False

@@ -21,7 +21,8 @@ def small_model(
     model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A copy on the CPU with seeded random weights, and a random batch where the given one is on meta."""
-    clone = _on_cpu(model)
+    with torch.random.fork_rng(devices=()):  # a model on meta draws its values; the script's draws stay as they were
+        clone = _on_cpu(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in clone.parameters():

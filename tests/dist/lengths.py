@@ -163,9 +163,10 @@ def of_a_loss_alone(lengths: list[int]) -> list[tuple[float, float]]:
     plain = LossAlone().double()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="ddp", lengths=LENGTHS)
-    pairs = []
+    pairs, state = [], torch.get_rng_state()
     for n in lengths:
         tokens = torch.randint(0, 50, (4, n), generator=torch.Generator().manual_seed(n))
         pairs.append((_number(model(tokens, tokens)), _number(plain(tokens, tokens))))
     assert len(model.autopar._programs) == 1, "all are padded to one length"
+    assert torch.equal(torch.get_rng_state(), state), "what a script draws next is what it was, on every rank"
     return pairs

@@ -183,3 +183,13 @@ def test_casts_that_the_proof_has_not() -> None:
     model = Scaled()
     plan = autopar.plan(model, Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
     assert plan.verify().ok and plan.verify(dtype=torch.float32).ok
+
+
+def test_what_a_script_draws_next_is_what_it_was() -> None:
+    """Breaks if a proof, which one rank may ask for alone, seeds or uses torch's generator."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.Linear(6, 2))
+    state = torch.get_rng_state()
+    plan = autopar.plan(model, Mesh({"dp": 2}, hardware="cpu"), example_inputs={"input": torch.zeros(4, 4)})
+    assert plan.verify().ok
+    assert torch.equal(torch.get_rng_state(), state)
