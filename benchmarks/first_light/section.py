@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ MARGIN_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What a section is asked. ends: on `time.monotonic`'s clock."""
+    """What a section is asked. ends: on `time.monotonic`'s clock.
+
+    share: (i, n): of its cases every n-th, from the i-th on; other processes have the others.
+    """
 
     name: str
     out: Path
@@ -30,6 +34,8 @@ class Section:
     profile: Path
     device: torch.device
     quick: bool
+    share: tuple[int, int] = (0, 1)
+    _begun: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     @property
     def on_cuda(self) -> bool:
@@ -48,6 +54,8 @@ class Section:
 
     def attempt(self, case: str, work: Callable[[], Any]) -> Any:
         """`work()`; a row that is wrong where it raises. One case that fails is no reason to leave out the others."""
+        if next(self._begun) % self.share[1] != self.share[0]:
+            return None
         if self.is_late:
             self.row(case, None, left_out="out of time")
             return None
@@ -87,11 +95,13 @@ def alone(section: Section) -> Iterator[None]:
 
 
 def main() -> None:
-    name, out, seconds, profile, device, quick = sys.argv[1:]
+    name, out, seconds, profile, device, quick, share = sys.argv[1:]
     if device == "cuda":
         torch.cuda.set_device(0)
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    section = Section(name, Path(out), time.monotonic() + float(seconds), Path(profile), place, quick == "1")
+    number, shares = map(int, share.split("/"))
+    ends = time.monotonic() + float(seconds)
+    section = Section(name, Path(out), ends, Path(profile), place, quick == "1", (number, shares))
     importlib.import_module(f"benchmarks.first_light.{name}").run(section)
 
 
