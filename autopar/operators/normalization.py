@@ -40,10 +40,14 @@ def batch_norm(
 
 
 def batch_norm_grad_sums(g: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
-    """[2, C]: the sum of g[N, C, ...], and of g times the normalized x[N, C, ...]: the gradients to bias and weight."""
+    """[2, C]: the sum of g[N, C, ...], and of g times the normalized x[N, C, ...]: the gradients to bias and weight.
+
+    Asked of torch as in training, with statistics that were saved: CUDA's kernel has no others.
+    """
     if x.numel() == 0:
         return torch.stack([torch.zeros_like(mean)] * 2)
-    args = (g, x, torch.ones_like(mean), mean, variance, None, None, False, eps, [False, True, True])
+    saved = mean, (variance + eps).rsqrt()
+    args = (g, x, torch.ones_like(mean), None, None, *saved, True, eps, [False, True, True])
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(*args)
     return torch.stack([of_bias, of_weight])
 

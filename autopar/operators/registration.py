@@ -197,7 +197,7 @@ _OPTIONS = (
 )
 _BACKWARD = (
     "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "
-    f"Tensor? seed=None, Tensor? out=None, Tensor? lse=None, *, {_OPTIONS})"
+    f"Tensor? seed=None, Tensor? output=None, Tensor? lse=None, *, {_OPTIONS})"
 )
 _register(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "

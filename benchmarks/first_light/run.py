@@ -82,10 +82,10 @@ def run_sections(
     Each section has a share of the processes, and the cases of a section are dealt among its own.
     """
     shares = {name: jobs // len(names) + (number < jobs % len(names)) or 1 for number, name in enumerate(names)}
-    running, ended, ends = {}, {name: ("", 0.0) for name in names}, time.monotonic() + seconds
+    running, ended, ends = {}, dict.fromkeys(names, ("", 0.0)), time.monotonic() + seconds
     for name in names:
         (options.out / f"{name}.jsonl").unlink(missing_ok=True)
-    for name, number in ((name, number) for name in names for number in range(shares[name])):
+    for name, number in [(each, number) for each in names for number in range(shares[each])]:
         command = [
             sys.executable, "-m", "benchmarks.first_light.section", name, str(options.out), str(seconds), str(profile),
             options.device, str(int(options.quick)), f"{number}/{shares[name]}",

@@ -32,14 +32,16 @@ def run(section: Section) -> None:
     dtype = torch.bfloat16 if section.on_cuda else torch.float32
     rows = (2, 32) if small else (4, 2048)
     loaded = catalogue.load(
-        "llama", batch=rows, device="cpu", dropout=0.0, dtype=dtype, overrides=QUICK if small else SIZES
-    )
-    batch = {name: value.to(section.device) for name, value in loaded.batch.items()}
-    base = loaded.model.to(section.device)
+        "llama", batch=rows, device="cuda" if section.on_cuda else "cpu", dropout=0.0, dtype=dtype,
+        overrides=QUICK if small else SIZES,
+    )  # fmt: skip
+    batch, base = dict(loaded.batch), loaded.model
     with alone(section):
         steps: dict[str, Callable[[], Any]] = {}
         for name, build in _contenders(section).items():
-            made = section.attempt(name, lambda build=build: _step(section, build(copy.deepcopy(base), batch), batch))
+            made = section.attempt(
+                name, lambda name=name, build=build: _step(section, name, build(copy.deepcopy(base), batch), batch)
+            )
             if made is not None:
                 steps[name] = made
         names = list(steps)
@@ -71,13 +73,13 @@ def _contenders(section: Section) -> dict[str, Callable[[Any, Any], Any]]:
         return {"eager": lambda model, batch: model, "autopar": ours(False), "autopar, compiled": ours("aot_eager")}
     return {
         "eager": lambda model, batch: model,
-        "torch.compile": lambda model, batch: torch.compile(model),
-        "autopar": ours(False),
         "autopar, compiled": ours(True),
+        "autopar": ours(False),
+        "torch.compile": lambda model, batch: torch.compile(model),
     }
 
 
-def _step(section: Section, model: Any, batch: dict[str, Any]) -> Callable[[], Any]:
+def _step(section: Section, name: str, model: Any, batch: dict[str, Any]) -> Callable[[], Any]:
     """A step, warm; a row with its loss, memory, and, of autopar's, what was predicted."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
@@ -99,7 +101,7 @@ def _step(section: Section, model: Any, batch: dict[str, Any]) -> Callable[[], A
         cost = plan.cost
         found |= {"predicted_ms": 1e3 * cost.step_time_s, "predicted_gib": cost.peak_memory_bytes / 2**30}
         found["hardware"] = str(section.profile) if section.profile.exists() else "shipped"
-    section.row(type(model).__name__, None, **found)
+    section.row(f"made: {name}", None, **found)
     return step
 
 

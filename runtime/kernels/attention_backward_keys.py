@@ -40,7 +40,7 @@ def _walk_queries(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
-    CHUNK: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk (unscaled) and dv with what the queries block_start .. block_end of a run add.
 
@@ -50,7 +50,7 @@ def _walk_queries(
     """
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
     offsets = tl.arange(0, BLOCK_M)
-    for start in tl.range(block_start, block_end, BLOCK_M, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(block_start, block_end, BLOCK_M):
         rows = start + offsets
         inside = rows < num_queries
         q_tile = load_head_rows(q, head, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, EVEN_QUERIES, TMA)
@@ -113,7 +113,7 @@ def attention_dkv_kernel(
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk[B, G, T, D] and dv[B, G, T, E] (laid out [B, T, G, D]) of one block of keys."""
     tl.static_assert(not TMA or QUERY_RUNS == 1, "descriptors are of one run of queries")
@@ -190,7 +190,7 @@ def attention_dkv_kernel(
                 threshold, kept_factor, head32, start, full_start, full_end, end, num_queries, query_begin, positions,
                 multiplier, cap, left, right, prefix,
                 D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DOCUMENTS, DROPOUT,
-                LEFT, RIGHT, PREFIX, EVEN_QUERIES, CHUNK, TMA, WARP_SPECIALIZE, PRECISION,
+                LEFT, RIGHT, PREFIX, EVEN_QUERIES, CHUNK, TMA, PRECISION,
             )  # fmt: skip
 
     rows_k = ((batch * T + local_columns) * G + kv_head)[:, None]

@@ -41,13 +41,13 @@ def _walk_keys(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr,
-    CHUNK: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (unscaled) and what the keys block_start .. block_end of a run add; arguments as in the forward's loop."""
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
     INSIDE: tl.constexpr = EDGES == NO_EDGES
     offsets = tl.arange(0, BLOCK_N)
-    for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(block_start, block_end, BLOCK_N):
         columns = start + offsets
         k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, INSIDE, TMA)
         x = products(q, query_seen, k_tile, k, k_stride, start, num_keys, D, CHUNK, INSIDE, PRECISION)
@@ -87,7 +87,7 @@ def attention_dq_kernel(
     DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
     EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq[B, H, S, D] (laid out [B, S, H, D]) of one block of queries."""
     FIRST_EDGES: tl.constexpr = ALL_EDGES if LEFT else NO_EDGES
@@ -168,7 +168,7 @@ def attention_dq_kernel(
                     multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DOCUMENTS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
-                    CHUNK, TMA, WARP_SPECIALIZE and EVEN_KEYS and not LEFT and not RIGHT, PRECISION,
+                    CHUNK, TMA, PRECISION,
                 )  # fmt: skip
 
     columns = tl.arange(0, BLOCK_D)

@@ -15,7 +15,7 @@ from autopar.runtime.kernels.launch import capability, next_block
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """block_m queries and block_n keys a step; tma: tiles by tensor descriptors; warp_specialize: of the inner loop.
+    """block_m queries and block_n keys a step; tma: tiles by tensor descriptors.
 
     chunk: columns of a head that the backward's products over it take at a time; 0: all of them.
     max_registers: that a thread may take; 0: what ptxas thinks best.
@@ -26,7 +26,6 @@ class KernelConfig:
     num_warps: int = 4
     num_stages: int = 2
     tma: bool = False
-    warp_specialize: bool = False
     chunk: int = 0
     max_registers: int = 0
 
@@ -35,7 +34,6 @@ class KernelConfig:
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "TMA": self.tma,
-            "WARP_SPECIALIZE": self.warp_specialize,
             "CHUNK": self.chunk,
         }
 

@@ -1,6 +1,7 @@
 """Attention forward: online softmax over blocks of keys (FlashAttention, arXiv 2205.14135; loop order, split of blocks
-into seen whole and seen in part, and exp2 of FlashAttention-2, 2307.08691; tensor descriptors and warp specialization
-on Hopper as in FlashAttention-3, 2407.08608).
+into seen whole and seen in part, and exp2 of FlashAttention-2, 2307.08691; tensor descriptors
+on Hopper as in FlashAttention-3, 2407.08608). Not its warp specialization: Triton 3.6's (`tl.range(…,
+warp_specialize=True)`) gives wrong numbers here on an H100 (results/first-light-2026-11-26.md).
 
 One program holds BLOCK_M queries of one head and walks the keys they see. Per query it keeps the running maximum m and
 sum total of exp2(x - m), x the scores times log2(e), and the unscaled output. Key heads are read in place, by as many
@@ -68,7 +69,7 @@ def _attend(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr,
-    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys block_start .. block_end of a run. EDGES: whether
     none, all, or those outside full_start .. full_end are blocks that are seen in part.
@@ -78,7 +79,7 @@ def _attend(
     # Where scores are products times a factor, the factor is left to the exponent's multiply-add.
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
     offsets = tl.arange(0, BLOCK_N)
-    for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+    for start in tl.range(block_start, block_end, BLOCK_N):
         columns = start + offsets
         k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, EDGES == NO_EDGES, TMA)
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
@@ -122,7 +123,7 @@ def attention_forward_kernel(
     DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
     EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """out[B, H, S, E] (laid out [B, S, H, E]) and lse[B, H, S] of one block of queries; see the module's note."""
     FIRST_EDGES: tl.constexpr = ALL_EDGES if LEFT else NO_EDGES
@@ -204,7 +205,7 @@ def attention_forward_kernel(
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DOCUMENTS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
-                    TMA, WARP_SPECIALIZE and EVEN_KEYS and not LEFT and not RIGHT, PRECISION,
+                    TMA, PRECISION,
                 )  # fmt: skip
 
     denominator = tl.where(total == 0.0, 1.0, total)

@@ -44,9 +44,6 @@ def candidates(
     tma = plain and arch // 10 == 9
     blocks = _BLOCKS[kind] + (_BLOCKS_TMA.get(kind, ()) if tma else ())
     found = [KernelConfig(m, n, warps, stages, tma) for m, n, warps in blocks for stages in (2, 3)]
-    if tma and kind == "forward":
-        # Two groups of warps that compute and one that loads; without effect where the keys take more than one loop.
-        found += [KernelConfig(128, columns, 4, 2, tma=True, warp_specialize=True) for columns in (64, 128)]
     return [default, *(each for each in found if each != default)]
 
 

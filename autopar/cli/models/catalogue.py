@@ -77,7 +77,7 @@ def load(
     tiny: bool = False,
     batch: tuple[int, int] | None = None,
     dtype: torch.dtype | str | None = None,
-    device: Literal["meta", "cpu"] = "meta",
+    device: Literal["meta", "cpu", "cuda"] = "meta",
     seed: int = 0,
     dropout: float | None = None,
     overrides: Mapping[str, object] | None = None,

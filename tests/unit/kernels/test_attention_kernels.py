@@ -233,7 +233,7 @@ def test_a_query_whose_keys_a_bias_hides_attends_to_all_alike() -> None:
     wide = {name: x.double() if x is not None and x.is_floating_point() else x for name, x in tensors.items()}
     g, options = wide.pop("g"), case.said().kwargs()
     out, lse = attention(**wide, **options)
-    wanted = attention_backward(g, **wide, out=out, lse=lse, **options)
+    wanted = attention_backward(g, **wide, output=out, lse=lse, **options)
     others = [row for row in range(20) if row != 3]
     assert_near(actual["dq"][:, :, others], wanted[0][:, :, others])
     for name, want in zip(("dq", "dk", "dv"), wanted, strict=True):
