@@ -198,6 +198,17 @@ def is_view(node: fx.Node) -> bool:
     return schema is not None and any(each.alias_info is not None for each in schema.returns)
 
 
+def of_dtype(graph: fx.Graph, output: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The value in this dtype, converted before the graph's output where it has another: as writing in place does."""
+    known = value.meta["val"]
+    if known.dtype == dtype:
+        return value
+    with graph.inserting_before(output):
+        converted = graph.call_function(_aten.to.dtype, (value, dtype))
+    converted.meta = {**value.meta, "val": known.to(dtype)}
+    return converted
+
+
 def private(graph: fx.Graph, values: Iterable[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
     """`values` as nodes that nothing else reads: a buffer's new value lies as the buffer does, whatever others want."""
     found: list[fx.Node] = []

@@ -79,7 +79,8 @@ def to_program(
     slots = tuple(Slot(n, each.type, each.trainable, each.is_parameter) for n, each in variables.items() if n in held)
     _reorder_placeholders(graph, [held[slot.name] for slot in slots] + input_nodes)
     row_of = {place: number for number, row in enumerate(written.rows) for place in row.results}
-    outputs, output_names, output_leaves, changed, places = _outputs(exported, graph, row_of)
+    buffers = {alias: variables[name].type.dtype for alias, name in (*zip(variables, variables), *tied.items())}
+    outputs, output_names, output_leaves, changed, places = _outputs(exported, graph, row_of, buffers)
     folded = tuple(
         replace(row.folded, outputs={places[place]: again for place, again in row.results.items()})
         for row in written.rows
@@ -208,13 +209,17 @@ def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
 
 
 def _outputs(
-    exported: torch.export.ExportedProgram, graph: fx.Graph, repeated: Container[int]
+    exported: torch.export.ExportedProgram,
+    graph: fx.Graph,
+    repeated: Container[int],
+    buffers: Mapping[str, torch.dtype],
 ) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | str | None, ...], tuple[str, ...], dict[int, str]]:
     """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, a
     text, or None; then the names of the buffers that the remaining values replace; and the names of outputs by their
     places.
 
-    repeated: places of values that stand for those of blocks that were left out, each for another.
+    repeated: places of values that stand for those of blocks that were left out, each for another. buffers: their
+    dtypes, by every name. What replaces one has it: statistics of a norm in bfloat16 are float32, torch's fakes say.
     """
     output = next(node for node in graph.nodes if node.op == "output")
     specs = exported.graph_signature.output_specs
@@ -229,7 +234,8 @@ def _outputs(
                 f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
             )
         if spec.kind.name == "BUFFER_MUTATION" and isinstance(value, fx.Node):
-            changed[str(spec.target)] = value
+            name = str(spec.target)
+            changed[name] = mutation.of_dtype(graph, output, value, buffers.get(name, value.meta["val"].dtype))
             continue
         if spec.kind.name != "USER_OUTPUT":
             raise AutoparError(

@@ -11,6 +11,7 @@
     if not is_padding.any():        a test of whether the example's masks mark anything, or everything: as it is
         is_padding = None
     if (self.mask == causal).all(): a test of a buffer that forward does not change: as it is
+    torch.bincount(x, minlength=n)  of numbers that may be n or larger: none is
 
 Each step computes whether it was so. Where it was not, what the forward returns is NaN, which the engine refuses
 (`ProgramInterface.granted`): no step goes on with other numbers than eager's.
@@ -36,6 +37,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import computed, made_of
 from autopar.ir.program import Program
+from autopar.passes import counting
 from autopar.passes.checks import frame_of_model, passing
 
 _ASKING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {
@@ -103,6 +105,8 @@ class Usual(TorchFunctionMode):
     ) -> Any:
         if func in _ASKING and (found := self._asked(_ASKING[func], args[0], sys._getframe(1))) is not None:
             return found
+        if func in counting.COUNTS and (found := self._counts(*args, **(kwargs or {}))) is not None:
+            return found
         if func is Tensor.__bool__ and compat.known_value(args[0]) is None:
             if _without_effect_if_false(sys._getframe(1)):
                 return True
@@ -120,6 +124,15 @@ class Usual(TorchFunctionMode):
                     return source.copy_(written[0].reshape(source.shape))
                 return source.flatten(0, mask.ndim - 1).clone()
         return func(*args, **(kwargs or {}))
+
+    def _counts(self, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+        """How often each number below `minlength` is there, where that is all; None where there is no such end."""
+        if minlength <= 0 or input.dim() != 1 or compat.value_from(input, {}) is not None:
+            return None
+        if not counting.lie_below(input, minlength):
+            line = _line(sys._getframe(2))
+            self._take((input < minlength).all(), f"that bincount's numbers lie below its minlength ({line})")
+        return counting.counted(input, weights, minlength)
 
     def _takes_everything(self, mask: Tensor, frame: FrameType) -> bool:
         """Whether a mask that is known is set everywhere. One that is made of Python's own numbers always is."""

@@ -147,7 +147,9 @@ class Problem:
     def flops(self, kernel: str) -> float:
         """Of the products of this kernel: two, three, four of so many seen scores."""
         products = {"forward": 2, "dq": 3, "dkv": 4}[kernel]
-        return 2.0 * products * self.q.shape[0] * self.q.shape[1] * self.q.shape[2] ** 2 * self.head_dim * self.kind.seen
+        return (
+            2.0 * products * self.q.shape[0] * self.q.shape[1] * self.q.shape[2] ** 2 * self.head_dim * self.kind.seen
+        )
 
 
 def trials(only: Sequence[str], head_dims: Sequence[int] = (128, 64), arch: int = 90) -> list[Trial]:

@@ -1,4 +1,4 @@
-"""Every candidate of the attention kernels' tables: is it right? What Triton compiled it keeps: `attention` times it."""
+"""Every candidate of the attention kernels' tables: is it right? Triton keeps what it compiled."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from benchmarks.first_light.section import Section, alone
 MIXTURE = "qwen3_moe"
 """Of experts: waits where it groups tokens by expert, as eager does."""
 NORMS = "resnet"
-"""Of convolutions before batch norms, whose gradients cancel: AdamW makes steps of what rounding leaves of them. Without
-cuDNN, whose gradients of such a model in float32 were off by 5% on an H100, without TF32 too (docs/gpu.md).
+"""Of convolutions before batch norms, whose gradients cancel: AdamW makes steps of what rounding leaves.
+Without cuDNN, whose gradients of such a model in float32 were off by 5% on an H100, without TF32 too (docs/gpu.md).
 """
 MODELS = ("llama", "qwen3", "gpt2", "bert", "t5", MIXTURE, "vit", NORMS)
 STEPS = 5

@@ -7,6 +7,7 @@ activations where sums per channel would do.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -23,6 +24,7 @@ from autopar.api.proof import Proof
 from autopar.cli.models import catalogue
 from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
+from autopar.runtime.simulate import simulate
 from autopar.strategies.names import pin, resolve
 from autopar.strategies.request import Request
 from tests.unit.traced import lower
@@ -147,6 +149,23 @@ def test_nothing_is_updated_in_eval_mode_or_of_a_frozen_norm() -> None:
     evaluated = plan(model.eval(), "dp=2", "ddp", BATCH)
     assert not evaluated.interface.updates and evaluated.verify().ok
     assert not any(row.phase == "forward" and row.where.startswith("block") for row in evaluated.collectives)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_norms_of_half_types(strategy: str, dtype: torch.dtype) -> None:
+    """Breaks if statistics leave their dtype, in which torch's fakes say that they would be float32."""
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    batch = {"x": BATCH["x"].to(dtype), "labels": BATCH["labels"]}
+    made = plan(model, "dp=2", strategy, batch)
+    assert made.verify().ok
+    eager = copy.deepcopy(model)
+    eager(**batch)
+    found = simulate(made.interface, made.source, dict(model.state_dict()), batch)
+    for name, want in eager.named_buffers():
+        assert found.updates[name].dtype == want.dtype
+        torch.testing.assert_close(found.updates[name], want)
 
 
 def test_small_sums_are_all_that_moves() -> None:

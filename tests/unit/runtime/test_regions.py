@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import assert_size_stride
 
-from autopar.runtime import regions
+import autopar
+from autopar.cli.models import catalogue
+from autopar.runtime import loader, regions, simulate
 from autopar.runtime.comm import RecordingComm
 
 SOURCE = """
@@ -58,3 +62,33 @@ def test_other_assertions_are_the_programs_own(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(AssertionError, match="must be sorted"):
         compiled(monkeypatch, fail)(RecordingComm(("dp",), (1,), 0, "cpu"), {"w": torch.ones(3)}, torch.ones(3))
+
+
+def test_a_region_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if Dynamo ends a graph at one of our operators: it then traces what implements it, for each launch anew.
+
+    So it does where an argument is named `out`, which it takes for a tensor to write into.
+    """
+    loaded = catalogue.load("llama", tiny=True, batch=(2, 8), device="cpu", dropout=0.0)
+    mesh = autopar.Mesh.parse("dp=1", hardware="cpu")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="ddp")
+    pieces: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Callable[..., Any]:
+        pieces.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: backend)
+    monkeypatch.setattr(simulate, "load_program", partial(loader.load_program, compile_regions="inductor"))
+    state = dict([*loaded.model.named_parameters(remove_duplicate=False), *loaded.model.named_buffers()])
+    simulate.simulate(plan.interface, plan.source, state, loaded.batch)
+    assert len(pieces) == len(re.findall(r"^def \w+_(forward|backward)\(comm, p", plan.source, re.MULTILINE)) > 3
+
+
+def test_no_operator_has_an_argument_named_out() -> None:
+    """Breaks as the one above, of operators that it does not call."""
+    for name in dir(torch.ops.autopar):
+        operator = getattr(getattr(torch.ops.autopar, name), "default", None)
+        names = [] if operator is None else [each.name for each in operator._schema.arguments]
+        assert "out" not in names, name
