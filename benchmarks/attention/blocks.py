@@ -1,9 +1,10 @@
 """Block sizes of the attention kernels by time, for each kernel, head size and kind of attention.
 
-    python benchmarks/attention/blocks.py [--jobs 8] [--json FILE] [--only softcap,padding] [--rounds 5]
+    python benchmarks/attention/blocks.py [--jobs 8] [--json FILE] [--only softcap,padding] [--rounds 5] [--seconds 600]
 
 Every candidate of a grid is first compiled, run and compared with what the default blocks give, in so many processes;
-those that are right are then timed by one. bfloat16, 16k tokens, 2048 elements a token over all heads. A table of the
+those that are right are then timed by one, from a file of an earlier run without trying them again. bfloat16, 16k
+tokens, 2048 elements a token over all heads. A table of the
 defaults and the fastest comes last: what `runtime/kernels/attention_configs.py` should say. Exit code: 0; 1 where a
 candidate is wrong; 2 without a CUDA device.
 """
@@ -16,6 +17,7 @@ import json
 import multiprocessing
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,8 +98,10 @@ class Trial:
 class Problem:
     """The tensors of a kind of attention at a head size, and what the default blocks give of them."""
 
-    def __init__(self, attention: str, head_dim: int, device: str = "cuda", length: int = LENGTH) -> None:
+    def __init__(self, attention: str, head_dim: int, device: str = "cuda", length: int | None = None) -> None:
         self.attention, self.head_dim, self.kind = attention, head_dim, ATTENTIONS[attention]
+        # A bias is as large as all scores of a sequence.
+        length = length or (LENGTH // 2 if self.kind.bias else LENGTH)
         batch, heads = max(1, TOKENS // length), WIDTH // head_dim
         if device == "cpu":
             batch, heads = 2, 2
@@ -225,15 +229,29 @@ def timed(trial: Trial, problem: Problem, rounds: int, flushed: Tensor) -> float
     return statistics.median(times)
 
 
-def share(given: tuple[int, int, Sequence[str]]) -> list[dict[str, Any]]:
-    """Try every n-th problem's candidates, from the i-th on, in this process."""
-    number, jobs, only = given
-    rows, problem = [], None
+def share(given: tuple[int, int, Sequence[str], float]) -> list[dict[str, Any]]:
+    """Try every n-th candidate, from the i-th on, in this process, until `ends` (on `time.monotonic`'s clock)."""
+    number, jobs, only, ends = given
+    rows: list[dict[str, Any]] = []
+    problem = None
     for trial in trials(only)[number::jobs]:
-        if problem is None or (problem.attention, problem.head_dim) != (trial.attention, trial.head_dim):
-            problem = Problem(trial.attention, trial.head_dim)
+        if time.monotonic() > ends:
+            break
+        try:
+            problem = problem_of(trial, problem)
+        except torch.OutOfMemoryError as error:
+            rows.append(row_of(trial, ok=None, failure=str(error)[:100]))
+            continue
         rows.append(tried(trial, problem))
     return rows
+
+
+def problem_of(trial: Trial, last: Problem | None) -> Problem:
+    """The trial's: the last one where it is the same."""
+    if last is not None and (last.attention, last.head_dim) == (trial.attention, trial.head_dim):
+        return last
+    torch.cuda.empty_cache()
+    return Problem(trial.attention, trial.head_dim)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -256,6 +274,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="timed launches of each (default 5)")
     parser.add_argument("--only", default=",".join(ATTENTIONS), help="kinds of attention, split by commas")
     parser.add_argument("--json", type=Path, help="a file that gets a row a candidate")
+    parser.add_argument("--try-only", action="store_true", help="time nothing: what else is on the device may be busy")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no candidate later (default 600)")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: blocks are timed on a GPU only", file=sys.stderr)
@@ -263,25 +283,40 @@ def main() -> int:
     only = [name.strip() for name in options.only.split(",")]
     if unknown := [name for name in only if name not in ATTENTIONS]:
         parser.error(f"--only {unknown[0]!r}: one of {', '.join(ATTENTIONS)}")
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        shares = pool.map(share, [(number, options.jobs, only) for number in range(options.jobs)], chunksize=1)
-    found = {row["trial"]: row for rows in shares for row in rows}
+    ends = time.monotonic() + options.seconds
+    found = {row["trial"]: row for row in pages.kept(options.json)}
+    if not found:
+        asked = [(number, options.jobs, only, ends) for number in range(options.jobs)]
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+            for rows in pool.imap_unordered(share, asked):
+                found |= {row["trial"]: row for row in rows}
+                for row in rows:
+                    pages.keep(options.json, row)
     wrong = [row for row in found.values() if row["ok"] is False]
-    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
-    rows, problem = [], None
-    for trial in trials(only):
-        row = found[str(trial)]
-        if row["ok"]:
-            if problem is None or (problem.attention, problem.head_dim) != (trial.attention, trial.head_dim):
-                problem = Problem(trial.attention, trial.head_dim)
-            row["ms"] = timed(trial, problem, options.rounds, flushed)
-            row["tflops"] = problem.flops(trial.kernel) / row["ms"] / 1e9
-        rows.append(row)
+    rows = [] if options.try_only else list(times_of(only, found, options.rounds, ends))
+    for row in rows:
         pages.keep(options.json, row)
-    print(table(rows))
+    if rows:
+        print(table(rows))
+    large = sum(row["ok"] is None for row in found.values())
+    print(f"{len(found)} candidates tried, {large} too large, {len(rows)} timed")
     for row in wrong:
         print(f"WRONG {json.dumps(row)}")
     return 1 if wrong else 0
+
+
+def times_of(
+    only: Sequence[str], found: Mapping[str, Mapping[str, Any]], rounds: int, ends: float
+) -> Iterator[dict[str, Any]]:
+    """The rows of the candidates that are right, timed."""
+    flushed, problem = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda"), None
+    for trial in trials(only):
+        row = found.get(str(trial))
+        if row is None or not row["ok"] or time.monotonic() > ends:
+            continue
+        problem = problem_of(trial, problem)
+        ms = timed(trial, problem, rounds, flushed)
+        yield {**row, "ms": ms, "tflops": problem.flops(trial.kernel) / ms / 1e9}
 
 
 if __name__ == "__main__":

@@ -176,7 +176,11 @@ def _peak_source(machine: Machine, kept: str) -> str:
 def _efficiency(
     machine: Machine, found: Measurements, peaks: Mapping[str, float], curves: Mapping[str, MatmulCurve]
 ) -> dict[str, float]:
-    """Fractions where no curve and no rate says better: of elementwise operators and reductions the best."""
+    """Fractions where no curve and no rate says better: of elementwise operators and reductions the best.
+
+    A GPU's are bound by its memory, and the FLOPs that they count for the bytes say nothing of those that count more:
+    there not less than the shipped profile's.
+    """
     main = machine.base.format_of(machine.dtypes[0])
 
     def best(samples: Iterable[Sample]) -> float:
@@ -187,12 +191,13 @@ def _efficiency(
         s for s in _of(found, "attention") if s.work.op_class == "attention" and s.work.dtype == machine.dtypes[0]
     ]
     reductions = [s for s in _of(found, "operator") if s.work.op_class == "reduction"]
+    least = machine.base.efficiency if machine.device == "cuda" else {"elementwise": 0.0, "reduction": 0.0}
     return {
         "matmul": curves[main].efficiency,
         "convolution": machine.base.efficiency["convolution"],
         "attention": best(attention),
-        "elementwise": best(_of(found, "memory")),
-        "reduction": best(reductions),
+        "elementwise": max(least["elementwise"], best(_of(found, "memory"))),
+        "reduction": max(least["reduction"], best(reductions)),
         "memory": 1.0,
     }
 
