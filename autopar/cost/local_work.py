@@ -149,7 +149,11 @@ def _attention_variant(call: OpCall) -> str:
         if call.arg(option):
             return name
     bias = call.arg("bias")
-    return "bias" if bias is not None and bias.dtype != torch.bool else ""
+    if bias is not None and bias.dtype != torch.bool:
+        return "bias"
+    masks = ("bias", "keys", "sinks", "documents")
+    limited = call.arg("left") is not None or call.arg("prefix")
+    return "masked" if limited or any(call.arg(name) is not None for name in masks) else ""
 
 
 def _attention_dims(

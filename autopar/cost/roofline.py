@@ -89,7 +89,7 @@ class Work:
     op_class: one of `OP_CLASSES`. dtype: a torch dtype or its name. moved_bytes: read and written, counted once.
     dims: of a product (m, n, k, batch); of an attention (rows, seen keys, head size, whether all keys are seen), where
     rows are batch · heads · queries, and seen keys the average over queries; else nothing.
-    variant: of an attention that kernels may not take: `softcap`, `dropout`, `bias`; else "".
+    variant: of an attention that kernels may not take: `softcap`, `dropout`, `bias`, `masked`; else "".
     name: the operator's base name (`silu_backward`), for profiles that have its speed.
     """
 

@@ -150,12 +150,15 @@ class Hardware:
 
     def attention_curve(self, dtype: object, phase: str, variant: str = "") -> AttentionCurve | None:
         """The curve of a phase (`forward`, `backward`) for a dtype, else that for all dtypes, else None; of a variant
-        (`softcap`, `dropout`, `bias`) that a profile has not, the plain one.
+        (`softcap`, `dropout`, `bias`, `masked`) that a profile has not, the plain one. Plain attention has cuDNN's
+        where it goes there.
         """
-        if variant and (found := self.attention_curve(dtype, f"{phase}_{variant}")) is not None:
-            return found
-        own = self.attention.get(f"{self.format_of(dtype)}.{phase}")
-        return own if own is not None else self.attention.get(phase)
+        variant = variant or self.plain_attention
+        for name in (f"{phase}_{variant}", phase):
+            for key in (f"{self.format_of(dtype)}.{name}", name):
+                if key in self.attention:
+                    return self.attention[key]
+        return None
 
     @property
     def plain_attention(self) -> str:

@@ -71,11 +71,13 @@ def hardware_of(row: Row, sustained: float | None = None) -> Hardware:
         compiled=bool(row.compiled),
         optimizer_passes=FUSED_ADAM_PASSES if row.optimizer == "fused" else machine.optimizer_passes,
         attention=attention_of(row, machine),
+        plain_attention_s={},
     )
 
 
 def attention_of(row: Row, machine: Hardware) -> dict[str, AttentionCurve]:
-    """The profile's curves (FlashAttention-2), those divided by `FLASH1_SLOWDOWN`, or separate kernels'."""
+    """The profile's curves of FlashAttention-2, for all kinds, those divided by `FLASH1_SLOWDOWN`, or separate kernels'."""
+    machine = replace(machine, attention={key: curve for key, curve in machine.attention.items() if "_" not in key})
     if row.attention == "unfused":
         return unfused_attention(row.shape.hidden // row.shape.heads, machine, row.precision, row.recompute)
     if row.attention == "flash2":

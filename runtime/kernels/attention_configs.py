@@ -45,26 +45,30 @@ class KernelConfig:
 _SMALL = (86, 89, 120, 121)
 """Compute capabilities that give a program 99 KiB of shared memory, others 163 and more."""
 
+_HOPPER_ARCH, _BLACKWELL_ARCH = 90, 100
 _full, _tma = partial(KernelConfig, max_registers=255), partial(KernelConfig, tma=True)
 
-# By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
-# nothing at head sizes 64 and 128 (`compile_specs`; max_registers=255, all that there are, where ptxas would spill some
-# to make room for a second program) by Triton 3.6.0 and 3.7.1, not yet by time on a device. At head size 64 Triton
-# gives a warp 16 rows of its own: more than rows / 16 warps would compute the same twice.
+# By head size (the larger of both, rounded up to a power of two). Of Ampere, and of head size 256, chosen by registers,
+# not yet by time: the largest blocks that spill nothing at head sizes 64 and 128 (`compile_specs`; max_registers=255,
+# all that there are, where ptxas would spill some to make room for a second program) by Triton 3.6.0 and 3.7.1. At head
+# size 64 Triton gives a warp 16 rows of its own: more than rows / 16 warps would compute the same twice.
 _AMPERE = {
     "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
     "dq": {64: KernelConfig(128, 32, 8, 3), 128: KernelConfig(64, 32, 4, 2), 256: KernelConfig(64, 32, 8, 2)},
     "dkv": {64: KernelConfig(16, 128, 8, 2), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
 }
+# Of Hopper by time on an H100 (benchmarks/attention/blocks.py, results/first-light-2026-11-26.md), Triton 3.6.0: small
+# blocks of four warps, of which several programs run beside each other, are faster than the largest.
 _HOPPER = {
-    "forward": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(128, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
-    "dq": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(128, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
-    "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(16, 128, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "forward": {64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 3), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dkv": {64: KernelConfig(64, 64, 4, 2), 128: KernelConfig(32, 64, 4, 2), 256: KernelConfig(32, 32, 8, 1)},
 }
+# Of head size 64 not yet by time.
 _HOPPER_PLAIN = {
-    "forward": {64: _tma(128, 128, 8, 2), 128: _tma(128, 128, 8, 2), 256: _tma(128, 64, 8, 2)},
-    "dq": {64: _tma(128, 64, 8, 3), 128: _tma(128, 64, 8, 2), 256: _tma(64, 64, 8, 2)},
-    "dkv": {64: _tma(64, 128, 8, 2), 128: _tma(32, 128, 8, 2), 256: _tma(32, 64, 8, 2)},
+    "forward": {64: _tma(128, 128, 8, 2), 128: _tma(64, 64, 4, 3), 256: _tma(128, 64, 8, 2)},
+    "dq": {64: _tma(128, 64, 8, 3), 128: _tma(64, 64, 4, 2), 256: _tma(64, 64, 8, 2)},
+    "dkv": {64: _tma(64, 128, 8, 2), 128: _tma(64, 64, 4, 2), 256: _tma(32, 64, 8, 2)},
 }
 # Padding, prefixes and runs take a few registers more than some of these blocks leave.
 _AMPERE_CROWDED = {
@@ -75,9 +79,9 @@ _AMPERE_CROWDED = {
 # Of capabilities in _SMALL.
 _AMPERE_SMALL = {**_AMPERE_CROWDED, "dq": {**_AMPERE_CROWDED["dq"], 256: KernelConfig(32, 32, 8, 2)}}
 _HOPPER_CROWDED = {
-    "forward": {**_HOPPER["forward"], 128: KernelConfig(128, 32, 8, 2)},
-    "dq": {**_HOPPER["dq"], 128: KernelConfig(128, 32, 8, 2)},
-    "dkv": {**_HOPPER["dkv"], 128: KernelConfig(16, 128, 8, 1)},
+    "forward": {**_HOPPER["forward"], 128: KernelConfig(64, 32, 4, 3)},
+    "dq": {**_HOPPER["dq"], 64: KernelConfig(64, 32, 4, 3)},
+    "dkv": {**_HOPPER["dkv"], 128: KernelConfig(32, 64, 4, 2)},
 }
 # Biases, soft-caps and dropout take registers of their own.
 _RICH = {
@@ -85,7 +89,12 @@ _RICH = {
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
     "dkv": {64: _full(16, 64, 4, 1), 128: _full(32, 32, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
-# With padding, prefixes and runs, or together.
+_HOPPER_RICH = {
+    "forward": {**_RICH["forward"], 64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 2)},
+    "dq": {**_RICH["dq"], 64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 2)},
+    "dkv": {**_RICH["dkv"], 64: KernelConfig(64, 64, 4, 2), 128: KernelConfig(32, 64, 4, 3)},
+}
+# With padding, prefixes and runs, or together; of Hopper, too, not yet by time.
 _RICH_CROWDED = {
     "forward": {64: _full(64, 16, 4, 1), 128: _full(64, 16, 8, 1), 256: KernelConfig(64, 32, 8, 1)},
     "dq": {64: _full(64, 16, 4, 1), 128: _full(32, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
@@ -120,11 +129,12 @@ def default_config(
     if dtype == torch.float32:
         return _FLOAT32[kind][block]
     if rich:
-        return (_RICH_CROWDED if crowded else _RICH)[kind][block]
+        return (_RICH_CROWDED if crowded else _HOPPER_RICH if arch == _HOPPER_ARCH else _RICH)[kind][block]
     if arch in _SMALL:
         return _AMPERE_SMALL[kind][block]
-    if arch >= 90:
-        return (_HOPPER_CROWDED if crowded else _HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][block]
+    if arch >= _HOPPER_ARCH:
+        is_tma = plain and arch < _BLACKWELL_ARCH
+        return (_HOPPER_CROWDED if crowded else _HOPPER_PLAIN if is_tma else _HOPPER)[kind][block]
     return (_AMPERE_CROWDED if crowded else _AMPERE)[kind][block]
 
 

@@ -173,10 +173,23 @@ def test_small_products_reach_less(name: str, n: int) -> None:
 )
 def test_attention_follows_the_papers(kind: str, seen: int, head: int, full: float, tflops: float) -> None:
     """Breaks if the H100's attention leaves FlashAttention-2's bars in FlashAttention-3's figures 5 and 6."""
-    h100 = profiles.load("h100")
+    h100 = with_fields(profiles.load("h100"), plain_attention_s={})
     rows = 16_384 * 2048 / head
     work = Work(kind, "bfloat16", 1e15, 0, (rows, seen, head, full))
     assert work.flops / compute_time_s(work, h100) == pytest.approx(tflops * 1e12, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen", "full", "tflops"),
+    [("attention", 2048, 0.0, 480), ("attention", 8192, 1.0, 630), ("attention_backward", 8192, 1.0, 545)],
+)
+def test_plain_attention_goes_to_the_faster_kernel(kind: str, seen: int, full: float, tflops: float) -> None:
+    """Breaks if programs that run cuDNN's kernel are priced as FlashAttention-2, or what is masked as cuDNN's."""
+    h100 = profiles.load("h100")
+    rows = 16_384 * 2048 / 128
+    plain, masked = (Work(kind, "bfloat16", 1e15, 0, (rows, seen, 128, full), variant=v) for v in ("", "masked"))
+    assert plain.flops / compute_time_s(plain, h100) == pytest.approx(tflops * 1e12, rel=0.05)
+    assert compute_time_s(masked, h100) > 1.3 * compute_time_s(plain, h100)
 
 
 def test_an_operator_with_a_rate_of_its_own(tmp_path: object) -> None:

@@ -143,7 +143,7 @@ def test_what_may_keep_attention_from_a_kernel() -> None:
     def variant(*more: Any, **options: Any) -> str:
         return work_of(OWN.attention.default, q, q, q, *more, scale=1.0, **options).variant
 
-    assert variant() == variant(mask) == ""
+    assert (variant(), variant(right=0), variant(mask), variant(left=3, right=0)) == ("", "", "masked", "masked")
     assert variant(bias) == "bias"
     assert variant(bias, softcap=30.0) == "softcap"
     assert variant(None, None, None, torch.empty((), device="meta", dtype=torch.int64), dropout_p=0.1) == "dropout"

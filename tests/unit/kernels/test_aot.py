@@ -84,6 +84,10 @@ def test_what_counts_as_a_problem() -> None:
     assert "spills 32 bytes" in spilled.problem
     assert "spills" in replace(spilled, head_dim=None).problem
     assert replace(spilled, head_dim=256).problem == ""
+    timed = replace(spilled, name="attention_dkv padding")
+    assert timed.problem == "" and "spills" in replace(timed, dtype="fp32").problem
+    assert "spills" in replace(timed, capability=80).problem
+    assert "spills 1024" in replace(timed, resources=Resources(255, 100_000, 600, 1024)).problem
     assert "shared memory" in replace(good, capability=80, resources=Resources(128, 200_000, 0, 0)).problem
     assert "no such" in replace(good, resources=None, error="ValueError: no such").problem
 
