@@ -66,13 +66,19 @@ class Section:
             self.row(case, False, error=f"{type(error).__name__}: {lines[0]}"[:400])
             return None
 
-    def memory(self) -> dict[str, float]:
-        """Peaks since they were reset, in GiB, and how often the allocator had to try again."""
+    def held(self) -> int:
+        """Bytes that tensors take now."""
+        return torch.cuda.memory_allocated(self.device) if self.on_cuda else 0
+
+    def memory(self, held: int = 0) -> dict[str, float]:
+        """Peaks since they were reset, in GiB, and how often the allocator had to try again. held: by others, which
+        what is allocated leaves out.
+        """
         if not self.on_cuda:
             return {}
         stats = torch.cuda.memory_stats(self.device)
         return {
-            "allocated_gib": stats["allocated_bytes.all.peak"] / 2**30,
+            "allocated_gib": (stats["allocated_bytes.all.peak"] - held) / 2**30,
             "active_gib": stats["active_bytes.all.peak"] / 2**30,
             "reserved_gib": stats["reserved_bytes.all.peak"] / 2**30,
             "alloc_retries": stats["num_alloc_retries"],

@@ -9,6 +9,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,7 @@ def run(section: Section) -> None:
     with alone(section):
         steps: dict[str, Callable[[], Any]] = {}
         for name, build in _contenders(section).items():
-            made = section.attempt(
-                name, lambda name=name, build=build: _step(section, name, build(copy.deepcopy(base), batch), batch)
-            )
+            made = section.attempt(name, partial(_step, section, name, build, base, batch))
             if made is not None:
                 steps[name] = made
         names = list(steps)
@@ -79,8 +78,12 @@ def _contenders(section: Section) -> dict[str, Callable[[Any, Any], Any]]:
     }
 
 
-def _step(section: Section, name: str, model: Any, batch: dict[str, Any]) -> Callable[[], Any]:
-    """A step, warm; a row with its loss, memory, and, of autopar's, what was predicted."""
+def _step(
+    section: Section, name: str, build: Callable[[Any, Any], Any], base: Any, batch: dict[str, Any]
+) -> Callable[[], Any]:
+    """A step, warm; a row with its loss, memory beyond what was held before, and, of autopar's, what was predicted."""
+    held = section.held()
+    model = build(copy.deepcopy(base), batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> Any:
@@ -95,7 +98,7 @@ def _step(section: Section, name: str, model: Any, batch: dict[str, Any]) -> Cal
     if section.on_cuda:
         torch.cuda.reset_peak_memory_stats()
     taken = _seconds(section, step)
-    found: dict[str, Any] = {"losses": losses, "ms": 1e3 * taken, **section.memory()}
+    found: dict[str, Any] = {"losses": losses, "ms": 1e3 * taken, **section.memory(held)}
     plan = getattr(model, "plan", None)
     if plan is not None:
         cost = plan.cost

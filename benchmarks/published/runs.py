@@ -76,7 +76,7 @@ def hardware_of(row: Row, sustained: float | None = None) -> Hardware:
 
 
 def attention_of(row: Row, machine: Hardware) -> dict[str, AttentionCurve]:
-    """The profile's curves of FlashAttention-2, for all kinds, those divided by `FLASH1_SLOWDOWN`, or separate kernels'."""
+    """The profile's curves of FlashAttention-2, or those divided by `FLASH1_SLOWDOWN`, or separate kernels'."""
     machine = replace(machine, attention={key: curve for key, curve in machine.attention.items() if "_" not in key})
     if row.attention == "unfused":
         return unfused_attention(row.shape.hidden // row.shape.heads, machine, row.precision, row.recompute)
