@@ -24,6 +24,8 @@ _CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "m
 """Efficiencies that a profile must have; `_DERIVED` follow from them where it does not say otherwise."""
 _DERIVED = {"attention_backward": "attention", "gather": "elementwise"}
 _PHASES = ("forward", "backward")
+_VARIANTS = ("", "_cudnn", "_softcap", "_dropout", "_bias")
+"""Of attention: see `Hardware.attention_curve`."""
 _EXAMPLE = "See the shipped profiles for an example"
 
 
@@ -189,7 +191,7 @@ def _attention(read: _Reader) -> dict[str, AttentionCurve]:
     found = {}
     half_rows = read.number("attention", "half_rows") if "half_rows" in read.table("attention") else 0.0
     for path in ((), *((key,) for key in read.table("peak_flops"))):
-        variants = [f"{phase}{variant}" for variant in ("", "_cudnn", "_softcap", "_dropout", "_bias") for phase in _PHASES]
+        variants = [f"{phase}{variant}" for variant in _VARIANTS for phase in _PHASES]
         for phase in variants:
             causal, full = (_by_head_size(read, "attention", *path, phase, seen) for seen in ("causal", "full"))
             if causal or full:
