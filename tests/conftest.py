@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ TIERS = ("unit", "browser", "dist", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="run all cases of tests that are marked `sampled`")
     parser.addoption("--update-golden", action="store_true", help="write the golden files of the tests that are run")
 
 
@@ -38,6 +41,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    if not config.getoption("--every-case") and not any("[" in argument for argument in config.args):
+        _sample(config, items)
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test marked `sampled(n)`, n cases of those that this run collects: always the same, by digest."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and not _is_left_out(config, item):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    dropped: set[pytest.Item] = set()
+    for group in cases.values():
+        marker = group[0].get_closest_marker("sampled")
+        assert marker is not None
+        group.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).hexdigest())
+        dropped.update(group[marker.args[0] :])
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
+    """Whether `-m slow` or `-m "not slow"`, as the tiers ask, leaves it out."""
+    asked, is_slow = config.getoption("-m"), item.get_closest_marker("slow") is not None
+    return (asked == "slow" and not is_slow) or (asked == "not slow" and is_slow)
 
 
 def pytest_collection_finish() -> None:

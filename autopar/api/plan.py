@@ -19,7 +19,7 @@ from autopar.planner.with_loss import Loss, with_loss
 from autopar.runtime.checker.program import check_types
 from autopar.strategies.pipelining import trace
 from autopar.strategies.request import Progress
-from autopar.views import charts, picture
+from autopar.views import charts, engines, picture
 from autopar.views.explain.breakdown import Breakdown
 from autopar.views.explain.explain import explain
 from autopar.views.explain.explanation import Explanation
@@ -58,6 +58,18 @@ class Plan(PlanRecord):
         if program is not None:
             text = read_text(program, "program", most_bytes=64 * MIB, remedy="name the file of a generated program")
         check_types(text, self.interface, str(program or "<program>"), identity=not types_only)
+
+    def export(self, to: str, *, model: nn.Module | None = None, name: str = "MODEL") -> engines.Exported:
+        """The plan for another engine, as text: `transformers-tp-plan` (the arguments of its `DistributedConfig`, as
+        JSON), `vllm`, `sglang` (a command), `tensorrt-llm` (a YAML file).
+
+        model: what the plan was made for; only a loaded plan needs it, for `transformers-tp-plan`. name: of the weights
+        that are served, a path or a hub's name.
+
+        Raises:
+            AutoparError: an unknown engine; what it cannot do, by axis or parameter.
+        """
+        return engines.export(self, to, self.model if model is None else model, name)
 
     @overload
     def explain(  # type: ignore[overload-overlap]

@@ -1,4 +1,4 @@
-"""The commands of `autopar` that show a saved plan: show, explain, holds, draw, report, trace, diff.
+"""The commands of `autopar` that show a saved plan: show, explain, holds, draw, report, trace, diff, export.
 
 Nothing here imports torch before a command needs it: see `cli.py`.
 """
@@ -6,6 +6,7 @@ Nothing here imports torch before a command needs it: see `cli.py`.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from autopar.cli.options import AsJson, Batch, Layers, OfModel, PlanFile, Tiny
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (show, explain, holds, draw, report, trace, diff):
+    for command in (show, explain, holds, draw, report, trace, diff, export):
         app.command()(command)
 
 
@@ -184,3 +185,33 @@ def diff(
         if page is not None:
             print(f"wrote {page}")
     raise typer.Exit(0 if found.same else 1)
+
+
+def export(
+    plan: PlanFile,
+    to: Annotated[
+        Literal["transformers-tp-plan", "vllm", "sglang", "tensorrt-llm"],
+        typer.Option(help="The arguments of transformers' DistributedConfig as JSON, a command, a YAML file."),
+    ],
+    name: Annotated[str, typer.Option(help="Of the weights to serve: a path or a hub's name.")] = "MODEL",
+    model: OfModel = None,
+    batch: Batch = None,
+    layers: Layers = None,
+    tiny: Tiny = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file instead of the terminal.")] = None,
+) -> None:
+    """Tell PLAN to another engine: how many devices do what, and, for transformers, how each weight is split."""
+    with Steps() as steps, errors(2):
+        from autopar.api.plan import Plan
+
+        if to == "transformers-tp-plan":
+            found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
+            exported = found.export(to, model=loaded.model, name=name)
+        else:
+            exported = Plan.load(plan).export(to, name=name)
+        if output is not None:
+            output.write_text(exported.text, encoding="utf-8")
+    if output is None:
+        print(exported.text, end="")
+    for note in exported.notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -208,7 +208,7 @@ def tested(copy: Copy, tests: Sequence[str], limit_s: float) -> str:
     if not tests:
         return "-"
     tier = [] if any("::" in test for test in tests) else ["-m", "not slow"]
-    given = ["-m", "pytest", *tests, *tier, "-x", "-q", "--show-capture=no", "-p", "no:cacheprovider"]
+    given = ["-m", "pytest", *tests, *tier, "--every-case", "-x", "-q", "--show-capture=no", "-p", "no:cacheprovider"]
     code, text = copy.run([*given, "--tb=no", "--hypothesis-seed=0"], limit_s)
     if code is None:
         return HANGS

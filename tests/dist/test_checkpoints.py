@@ -27,6 +27,7 @@ TWO: list[checkpoints.Setting] = [({"tp": 2}, "tensor"), ({"dp": 2}, "ddp")]
 """What a run goes on on."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "first"), [("gpt2", "tensor"), ("gpt2", "pipeline"), ("llama", "deep")])
 def test_a_run_goes_on_on_any_mesh(name: str, first: str, tmp_path: Path) -> None:
     """Breaks if a piece, stripe, state or tied weight is lost, read from elsewhere, or rounded on the way."""
@@ -96,6 +97,7 @@ def test_steps_are_saved_while_the_next_ones_run(tmp_path: Path) -> None:
     assert losses[5].startswith("rank 1 could not write step 5: OSError: [Errno 28] No space left on device")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("at", "rank"), [("write_file", 1), ("_check_seen", 0), ("commit", 0), ("prune", 0)])
 def test_a_kill_leaves_the_last_whole_step(at: str, rank: int, tmp_path: Path) -> None:
     """Breaks if a kill in the middle of a save leaves nothing that loads, or a step that is half the new one."""

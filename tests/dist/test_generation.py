@@ -8,6 +8,7 @@ from tests.dist import generation
 from tests.dist.launch import launch
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),

@@ -43,6 +43,7 @@ def test_a_flipped_bit_of_an_optimizer() -> None:
         assert f"rank 3 holds other bits of exp_avg_sq of {of} than ranks 0, 1, 2" in text, text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("planted", ["nan", "inf", "spike"])
 def test_a_skipped_step_changes_nothing(planted: str) -> None:
     """Breaks if ranks decide differently (they would wait for ever), or a skipped step changes a bit."""

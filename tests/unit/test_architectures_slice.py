@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("transformers")
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("pair", "column", "wanted"),
     [pytest.param(*each, id=f"{each[0].architecture}-{each[1]}") for each in chosen(load(), autopar.__version__)],

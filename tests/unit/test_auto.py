@@ -39,6 +39,7 @@ CASES = [
 NAMED: tuple[Strategy, ...] = ("ddp", "zero3", "tensor", {"dp": "zero3", "tp": "tensor"})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "mesh_text", "hardware", "batch", "tiny", "limit"), CASES)
 def test_auto_is_never_predicted_slower(
     name: str, mesh_text: str, hardware: str, batch: tuple[int, int], tiny: bool, limit: float | None

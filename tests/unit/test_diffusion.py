@@ -180,6 +180,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": image, "step": torch.randint(0, 1000, (ROWS,)), "hint": hint, "noise": noise}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("model", "mesh", "strategy"),
     mostly_slow(CASES, ("dit", "dp=2", "zero3"), ("control", "tp=2", "tensor"), ("dit", "pp=2", "pipeline")),

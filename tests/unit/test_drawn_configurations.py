@@ -11,7 +11,7 @@ from benchmarks.proofs.drawn_configurations import FAMILIES, Drawn, configuratio
 
 pytestmark = pytest.mark.slow
 FEW = settings(
-    max_examples=8, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=5, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
 
 

@@ -21,7 +21,7 @@ from benchmarks.proofs.drawn_operations import TABLE, attention, clipped
 from benchmarks.proofs.modules import CELLS, OTHERS, run, shrunk
 
 FEW = settings(
-    max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=14, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )  # the script shrinks, in seconds
 
 

@@ -64,6 +64,7 @@ def _run(plan: Any, state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[Te
     return values["logits"], [values[f"past_key_values.{i}"] for i in range(len(cache.states()))]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "auto"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])

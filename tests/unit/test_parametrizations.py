@@ -58,6 +58,7 @@ PLACES: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:autopar")
 @pytest.mark.parametrize("name", MADE)

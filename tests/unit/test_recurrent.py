@@ -56,6 +56,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "options"), MODELS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_layers_and_directions(kind: str, options: dict[str, Any]) -> None:
     """Breaks if a direction, a layer's weights, dropout between layers or a last state is another one's."""
@@ -66,6 +67,7 @@ def test_layers_and_directions(kind: str, options: dict[str, Any]) -> None:
     assert not any("all rows of the batch" in note for note in plan.notes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "mesh"), [("zero3", "dp=2"), ("auto", "dp=2,tp=2"), ("tensor", "tp=2")])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_under_other_strategies(kind: str, strategy: str, mesh: str) -> None:

@@ -34,6 +34,7 @@ def _model(name: str, layers: int) -> nn.Module:
     return made.eval()  # type: ignore[no-any-return]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(("name", "layers", "repeated"), [("llama", 5, 4), ("gemma2", 8, 6), ("mamba", 4, 3)])
 def test_programs_are_those_of_whole_traces(

@@ -94,6 +94,7 @@ RIGHT: Mapping[str, Loop] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_program_does_what_the_loop_does(name: str) -> None:
     """Breaks if a round that eager does not have writes, an expert without tokens gives NaN as a gradient, a token's
@@ -186,6 +187,7 @@ def _twice_in_a_row(model: Mixture, x: Tensor, weights: Tensor, indices: Tensor)
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

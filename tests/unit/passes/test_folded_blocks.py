@@ -32,6 +32,7 @@ DEEP = {
 """Models, their depths, and how many blocks are left out of the captured graph."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", mostly_slow(DEEP, "gpt2"))
 def test_long_rows_are_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a deep model is another program when its rows are folded, or blocks stay that could be left out."""

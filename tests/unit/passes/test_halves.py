@@ -270,6 +270,7 @@ def test_halves_are_compiled_as_regions(caplog: pytest.LogCaptureFixture) -> Non
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "tensor+sequence", "zero3", "product", "auto"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "gemma2"])
@@ -282,6 +283,7 @@ def test_models_are_equal(name: str, strategy: str) -> None:
             assert sent(region, INPUT_HALF) + sent(region, WEIGHT_HALF) == sent(region, "backward")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "strategy", "dropout"), [
     ("bert", "dp=2,tp=2", "product", 0.3), ("gpt2", "tp=2", "tensor+sequence", 0.3), ("cnn", "dp=2,tp=2", "auto", 0.0),

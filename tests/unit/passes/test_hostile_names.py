@@ -113,6 +113,7 @@ def strings_of(source: str) -> str:
     return "\0\0".join(text for text in found if isinstance(text, str))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", [NAMES[2], NAMES[3], NAMES[4]], ids=["quote", "brace", "docstring"])
 def test_programs_with_hostile_names(name: str, kind: str) -> None:

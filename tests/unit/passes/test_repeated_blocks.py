@@ -20,6 +20,7 @@ REPEATS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", mostly_slow(REPEATS, "gpt2", "bert-base"))
 def test_shipped_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a shipped model is another program where equal blocks are traced once, or more of them are traced."""

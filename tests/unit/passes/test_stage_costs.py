@@ -89,6 +89,7 @@ def whole(case: Lowered) -> Stage:
     return stage
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy", "microbatches"),
     [

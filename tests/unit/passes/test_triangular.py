@@ -65,6 +65,7 @@ def test_a_substitution_is_one_solve(how: str) -> None:
 OTHERS = ["masked above", "diagonal", "difference", "first power", "across the batch", "a row less"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", OTHERS)
 def test_what_is_no_solve_stays(how: str) -> None:
     """Breaks if a loop is taken for a solve by how it looks, not by what it computes."""

@@ -11,7 +11,7 @@ from benchmarks.proofs import operators
 from benchmarks.proofs.operator_calls import Recorded, database
 
 pytestmark = pytest.mark.unit
-COUNT = 40
+COUNT = 24
 
 
 def chosen() -> list[str]:

@@ -62,6 +62,7 @@ def views_of(plan: autopar.Plan) -> Views:
     return plan.views
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("hardware", ["h100", "cpu"])
 @pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_spans_are_the_plans_step(case: str, hardware: str) -> None:
@@ -168,6 +169,7 @@ def test_views_of_a_deep_model_are_small() -> None:
     assert len(json.dumps(packed.pack(Views((), (), (), spans, memory)))) < 500_000
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["h100", "cpu"])
 @pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
