@@ -7,7 +7,7 @@ along a dim lie below its size, as tokens' experts do; that others do is taken f
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from autopar.base.torch_compat import tracing as compat
 
 COUNTS = (torch.bincount, Tensor.bincount)
 _aten = torch.ops.aten
-_PLACES = {
+_PLACES: Mapping[Any, int | None] = {
     _aten.topk.default: 1, _aten.sort.default: 1, _aten.sort.stable: 1, _aten.max.dim: 1, _aten.min.dim: 1,
     _aten.argmax.default: None, _aten.argmin.default: None, _aten.argsort.default: None, _aten.argsort.stable: None,
 }  # fmt: skip
 """What finds places along a dim: which of its results they are, None where there is one."""
-_DIM_AT = {_aten.topk.default: 2, _aten.sort.stable: 2, _aten.argsort.stable: 2}
+_DIM_AT: Mapping[Any, int] = {_aten.topk.default: 2, _aten.sort.stable: 2, _aten.argsort.stable: 2}
 """Where `dim` stands among the arguments; else it is the second."""
 _SAME = frozenset(
     {"view", "reshape", "flatten", "_to_copy", "to", "expand", "clone", "detach", "slice", "select", "transpose", "t"}
@@ -59,7 +59,7 @@ def lie_below(numbers: Tensor, end: int) -> bool:
 def _below(node: Any, end: int) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
-    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    target = node.target
     if target is operator.getitem and isinstance(node.args[0], fx.Node):
         source = node.args[0]
         if _PLACES.get(source.target) == node.args[1] and source.target in _PLACES:

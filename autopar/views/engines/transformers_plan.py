@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -38,14 +38,14 @@ def text(plan: PlanRecord, layout: Layout, model: nn.Module) -> str:
     data: dict[str, object] = {"tp_size": layout.tensor, "fsdp_size": layout.data, "pp_size": layout.pipeline}
     if layout.experts > 1:
         data["ep_size"] = layout.experts
-    if layout.tensor > 1:
+    for place in layout.tensor_axes:
         _check_heads(layout, model)
-        data["tp_plan"] = _styles(plan, layout.tensor_axes[0], model)
+        data["tp_plan"] = _styles(plan, place, model)
     return json.dumps(data, indent=1) + "\n"
 
 
 def _check_heads(layout: Layout, model: nn.Module) -> None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and heads % layout.tensor:
@@ -57,7 +57,8 @@ def _check_heads(layout: Layout, model: nn.Module) -> None:
 
 def _styles(plan: PlanRecord, place: int, model: nn.Module) -> dict[str, str]:
     """By module with `*` for numbers; every layer has to say the same."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    named: Any = getattr(model, "get_output_embeddings", None)
+    head = None if named is None else named()
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, str | None] = {}
     for parameter in plan.interface.parameters:
