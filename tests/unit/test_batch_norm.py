@@ -154,18 +154,23 @@ def test_nothing_is_updated_in_eval_mode_or_of_a_frozen_norm() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_norms_of_half_types(strategy: str, dtype: torch.dtype) -> None:
-    """Breaks if statistics leave their dtype, in which torch's fakes say that they would be float32."""
+    """Breaks if statistics leave their dtype, in which torch's fakes say that they would be float32, or lose more
+    than one device's do: a mean is the rest of values that cancel, so a kernel of other instructions rounds it otherwise."""
     torch.manual_seed(0)
     model = Net().to(dtype)
     batch = {"x": BATCH["x"].to(dtype), "labels": BATCH["labels"]}
     made = plan(model, "dp=2", strategy, batch)
     assert made.verify().ok
-    eager = copy.deepcopy(model)
+    eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     eager(**batch)
+    exact(x=batch["x"].double(), labels=batch["labels"])
     found = simulate(made.interface, made.source, dict(model.state_dict()), batch)
+    truth = dict(exact.named_buffers())
     for name, want in eager.named_buffers():
-        assert found.updates[name].dtype == want.dtype
-        torch.testing.assert_close(found.updates[name], want)
+        got, true = found.updates[name], truth[name].double()
+        assert got.dtype == want.dtype
+        lost, allowed = (got.double() - true).abs().max(), (want.double() - true).abs().max()
+        assert lost <= 2 * allowed + torch.finfo(dtype).eps * true.abs().max(), name
 
 
 def test_small_sums_are_all_that_moves() -> None:

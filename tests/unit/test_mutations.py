@@ -12,6 +12,7 @@ from benchmarks.mutations.table import ROOT, Fault, faults, wanted
 
 TREE = "def least(a, b):\n    return a if a < b else b\n"
 TEST = "from small import least\n\n\ndef test_least() -> None:\n    assert least(2, 1) == least(1, 2) == 1\n"
+OPTIONS = 'def pytest_addoption(parser) -> None:\n    parser.addoption("--every-case", action="store_true")\n'
 
 
 @pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.name)
@@ -70,6 +71,7 @@ def test_a_fault_is_caught_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Breaks if compiled text of the right file is taken for that of the fault, or a fault that hangs is waited for."""
     (tmp_path / "small.py").write_text(TREE)
     (tmp_path / "test_small.py").write_text(TEST)
+    (tmp_path / "conftest.py").write_text(OPTIONS)
     (tmp_path / "benchmarks" / "mutations").mkdir(parents=True)
     (tmp_path / "benchmarks" / "mutations" / "subjects.py").write_text('print("modules that were loaded: json")\n')
     copy = plant.Copy(tmp_path)
