@@ -190,12 +190,14 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
     uses_dropout = any(_draws(node) for node in region.graph.nodes)
     seed = [torch.empty((), dtype=torch.int64, device="meta")] if uses_dropout else []
     tangents = [_meta(region.outputs[i].type) for i in region.tangents]
-    replay = _Replay(region, batch)
+    replay, drawn = _Replay(region, batch), list[tuple[int, ...]]()
 
     def joint(*arguments: torch.Tensor) -> tuple[Any, ...]:
         values, rest = arguments[: len(examples)], list(arguments[len(examples) :])
-        with operators.tracing_seed(rest.pop(0)) if uses_dropout else contextlib.nullcontext():
+        nothing: contextlib.AbstractContextManager[list[tuple[int, ...]]] = contextlib.nullcontext([])
+        with operators.tracing_seed(rest.pop(0)) if uses_dropout else nothing as shapes:
             outputs = replay.run(*values, enable_io_processing=False)
+        drawn[:] = shapes
         if not training:
             return tuple(outputs)
         wanted = [value for value in values if value.requires_grad]
@@ -217,7 +219,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
     _refuse_draws(module.graph, region)
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
-    return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
+    return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout, draws=len(drawn)))
 
 
 def _no_shapes(error: Exception, region: Region) -> AutoparError:

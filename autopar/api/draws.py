@@ -2,9 +2,10 @@
 
 A program's numbers are functions of seed, call and place (`autopar/operators`). Under `handed` the model runs as it is,
 with torch's own operators; where one draws from torch's generator, it gets the numbers that the program draws there.
-Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's: a
-number is missing among those of its region's draws. What a checkpoint runs again draws again, from the state that
-torch's generator had the first time: each draw is kept by that state, and moves the generator on.
+Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's: its
+number is missing among those of its region's draws, of which the region knows how many there were. What a checkpoint
+runs again draws again, from the state that torch's generator had the first time: each draw is kept by that state, and
+moves the generator on.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def draws_of(program: Program, seed: int) -> list[Draw | None]:
             draw = _draw(node, seed + number) if node.name in region.forward_nodes else None
             if draw is not None:
                 own.setdefault(draw.salt, draw)
-        found += [own.get(salt) for salt in range(max(own, default=-1) + 1)]
+        found += [own.get(salt) for salt in range(max(region.draws, max(own, default=-1) + 1))]
     return found
 
 

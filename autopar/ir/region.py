@@ -101,9 +101,10 @@ class Bucket:
 class Region:
     """A piece of graph that occurs once or many times.
 
-    module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward
-    phase (differentiated and later). origins: node name -> module path and source line for comments. leaves: modules of
-    torch's own, whose source line is that of their caller. annotated, placed: what these phases found, whole or not
+    module: the module path with the repeated index as `*`. draws: how many random draws the model makes in it, with
+    those that nobody reads. forward_nodes: names of the nodes that run in the forward phase (differentiated and later).
+    origins: node name -> module path and source line for comments. leaves: modules of torch's own, whose source line is
+    that of their caller. annotated, placed: what these phases found, whole or not
     there. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`;
     where a pipeline wants them, `backward_input` and `backward_weight` too, which together do what `backward` does
     (autopar/passes/halves.py).
@@ -116,6 +117,7 @@ class Region:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     uses_dropout: bool = False
+    draws: int = 0
     tangents: tuple[int, ...] = ()
     forward_nodes: frozenset[str] = frozenset()
     origins: Mapping[str, str] = field(default_factory=dict)

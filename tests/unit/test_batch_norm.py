@@ -154,8 +154,9 @@ def test_nothing_is_updated_in_eval_mode_or_of_a_frozen_norm() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_norms_of_half_types(strategy: str, dtype: torch.dtype) -> None:
-    """Breaks if statistics leave their dtype, in which torch's fakes say that they would be float32, or lose more
-    than one device's do: a mean is the rest of values that cancel, so a kernel of other instructions rounds it otherwise."""
+    """Breaks if statistics leave their dtype, in which torch's fakes say that they would be float32, or lose more than
+    one device's do: a mean is the rest of values that cancel, which kernels of other instructions round otherwise.
+    """
     torch.manual_seed(0)
     model = Net().to(dtype)
     batch = {"x": BATCH["x"].to(dtype), "labels": BATCH["labels"]}

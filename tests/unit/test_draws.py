@@ -119,6 +119,30 @@ def test_a_draw_that_nobody_reads_is_not_taken_for_the_next_one() -> None:
     assert plan.verify().ok
 
 
+class InItsOwnCall(nn.Module):
+    """A layer that is called once for nothing: all that this call draws is read by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        step = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8))
+        self.steps = nn.ModuleList([step, nn.Identity(), step])
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps[0](x)
+        y: torch.Tensor = self.head(self.steps[2](self.steps[1](x)))
+        return y.square().mean()
+
+
+def test_a_call_whose_draws_nobody_reads_takes_none() -> None:
+    """Breaks if draws behind the last one of a region that is read, or of a region without one, are not counted."""
+    plan = autopar.plan(
+        InItsOwnCall(), autopar.Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 8)}, strategy="ddp"
+    )
+    assert plan.program is not None and None in draws_of(plan.program, 0)
+    assert plan.verify().ok
+
+
 class Kept(nn.Module):
     """Draws of a block, which is run again in the backward."""
 
