@@ -224,7 +224,8 @@ def _split_stages(program: Program, request: Attempt) -> Program:
 def _share(request: Request) -> Share | None:
     if request.pipeline is None:
         return None
-    return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches)
+    training = request.training
+    return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches, training=training)
 
 
 def vocabulary_ranks(request: Attempt) -> int:

@@ -13,18 +13,25 @@ def repeatable_calls(program: Program) -> frozenset[int]:
     """Calls that any stage may run for itself: their results depend on the program's inputs and on buffers alone.
 
     Such a call has no parameter, draws no random number, changes no buffer and reads none that changes, and what it
-    reads are inputs of the program and results of such calls.
+    reads are inputs of the program, but for states that one rank keeps, and results of such calls.
     """
+    kept = kept_states(program)
     may = {region.name: not region.uses_dropout and not _draws(region.graph) for region in program.regions}
     changed = {name for name, _ in program.updates}
     writers = {ref.call for _, ref in program.updates}
     fixed = {variable.name for variable in program.variables if not variable.is_parameter} - changed
     found: set[int] = set()
     for index, call in enumerate(program.calls):
-        reads = all(ref.call < 0 or ref.call in found for ref in call.arguments)
+        reads = all(ref.name not in kept if ref.call < 0 else ref.call in found for ref in call.arguments)
         if reads and may[call.region] and index not in writers and all(name in fixed for name in call.slots):
             found.add(index)
     return frozenset(found)
+
+
+def kept_states(program: Program) -> frozenset[str]:
+    """The states that the rank keeps whose stage makes them: all but single numbers, which every rank gets."""
+    states = program.states
+    return frozenset(port.name for port in program.inputs if port.name in states and port.type.shape)
 
 
 def is_repeatable(program: Program, call_index: int) -> bool:

@@ -29,12 +29,14 @@ from autopar.ir.sharding import local_shape
 from autopar.ir.stages import Considered, Pipeline, Share, Stage
 from autopar.machine.hardware import Link
 from autopar.passes.stages.recompute import recompute_or_carry
+from autopar.passes.stages.states import StateUse, check_states, parts_states, state_uses
 from autopar.strategies.pipelining import greedy, schedules
 from autopar.strategies.pipelining.asked import (
     GREEDY_STAGES,
     admitted,
     asked_schedule,
     fewest_stages,
+    forwards,
     is_open,
     stages_per_rank,
 )
@@ -56,15 +58,15 @@ UNEVEN = 1.05
 """The slowest stage of a refined cut to that of the most even one."""
 
 
-def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Share:
-    """What one rank will hold, before anything is cut.
+def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int, *, training: bool = True) -> Share:
+    """What one rank will hold, before anything is cut. training: whether there will be a backward.
 
     Raises:
         AutoparError: a schedule that this many ranks and microbatches do not admit.
     """
     if spec.schedule in ("auto", greedy.NAME):
         return Share(num_ranks, min(num_ranks, num_microbatches))
-    schedule = asked_schedule(spec, num_ranks, num_microbatches)
+    schedule = asked_schedule(spec, num_ranks, num_microbatches) if training else forwards(spec, num_ranks)
     per_rank = [sum(schedule.in_flight[s] for s in schedule.stages_of(rank)) for rank in range(num_ranks)]
     return Share(num_ranks, max(1, -(-max(per_rank) * num_ranks // schedule.num_stages)))
 
@@ -81,11 +83,12 @@ def split_stages(
         AutoparError: more stages than calls, a schedule that is not admitted, nothing that fits the memory.
     """
     if program.pipeline is not None:  # decided before: the program of a saved plan
+        check_states(program, program.pipeline.stages, program.pipeline.schedule.rank_of)
         return program
     cuts = _Cuts.of(program, call_costs(bucketed), memory_limit_bytes)
     pinned = _pinned(program, spec)
     found = [cuts.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
-    if spec.schedule in ("auto", greedy.NAME):
+    if program.training and spec.schedule in ("auto", greedy.NAME):
         found += cuts.listed(spec, num_ranks, pinned)
     if not found:
         raise _no_schedule(program, spec, num_ranks, pinned)
@@ -104,9 +107,10 @@ def split_stages(
         )
         error.ratio = least.peak_bytes / memory_limit_bytes if memory_limit_bytes else None
         raise error
+    check_states(program, best.stages, best.schedule.rank_of)
     considered = tuple(each.considered for each in (best, *(each for each in found if each is not best)))
     keeps, notes = True, tuple(note for note in program.notes if not note.startswith(NO_OUTPUTS))
-    if memory_limit_bytes is not None and (more := _outputs_bytes(program, best)) > 0:
+    if program.training and memory_limit_bytes is not None and (more := _outputs_bytes(program, best)) > 0:
         keeps = best.peak_bytes + more <= memory_limit_bytes
         if not keeps:
             notes += (
@@ -182,21 +186,25 @@ def _rank(each: Candidate) -> tuple[bool, float, int, float]:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """Cuts of one program. seconds: of one microbatch, forward and backward, by call."""
+    """Cuts of one program. seconds: of one microbatch, forward and backward, by call. states: which stages keep."""
 
     program: Program
     costs: CallCosts
     link: Link
     seconds: tuple[float, ...]
     limit: float | None
+    states: tuple[StateUse, ...] = ()
     known: dict[Stage, StageCost] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, costs: CallCosts, limit: float | None) -> _Cuts:
-        return _Cuts(program, costs, pipeline_link(program), tuple(seconds_of_calls(program, costs)), limit)
+        seconds = tuple(seconds_of_calls(program, costs))
+        return _Cuts(program, costs, pipeline_link(program), seconds, limit, state_uses(program))
 
     def balanced(self, schedule: Schedule, pinned: tuple[int, ...]) -> Candidate:
-        """The cut whose slowest stage is fastest, within memory where that can be; `pinned` is the user's own."""
+        """The cut whose slowest stage is fastest, within memory and with states whole where that can be; `pinned` is
+        the user's own.
+        """
         if pinned:
             if len(pinned) != schedule.num_stages:
                 names = plural(schedule.num_stages - 1, "block", "blocks")
@@ -207,10 +215,20 @@ class _Cuts:
                     remedy=f"name {names}, the first of each stage but the first",
                 )
             return self.candidate(schedule, pinned)
-        try:
-            return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages, self._fits(schedule)))
-        except DoesNotFit:
-            return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages))
+        fits = self._fits(schedule)
+        for allowed in (self._keeping(fits), self._keeping(None), None) if self.states else (fits, None):
+            with suppress(DoesNotFit):
+                return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages, allowed))
+        raise AssertionError("there are as many calls as stages")
+
+    def _keeping(self, fits: Callable[[int, int, int], bool] | None) -> Callable[[int, int, int], bool]:
+        """Whether a stage parts no state from whoever reads it, and `fits`."""
+        states = self.states
+
+        def allowed(stage: int, first: int, stop: int) -> bool:
+            return not parts_states(states, (first,)) and (fits is None or fits(stage, first, stop))
+
+        return allowed
 
     def listed(self, spec: PipelineSpec, num_ranks: int, pinned: tuple[int, ...]) -> list[Candidate]:
         """Our own schedules, which need to know what stages take: stages around the ranks, or two there and back."""
@@ -239,7 +257,8 @@ class _Cuts:
         most = UNEVEN * self._slowest(cut) if found.fits else math.inf
 
         def judge(cut: tuple[int, ...]) -> float:
-            return self._judge(found.schedule, cut) if self._slowest(cut) <= most else math.inf
+            allowed = self._slowest(cut) <= most and not parts_states(self.states, cut)
+            return self._judge(found.schedule, cut) if allowed else math.inf
 
         better = refine(cut, len(self.seconds), judge, EVALUATIONS)
         return self.candidate(found.schedule, better)
@@ -293,7 +312,7 @@ def summarize(program: Program) -> PipelineSummary:
         variables = [v for v in program.variables if v.is_parameter and v.name in names]
         own = [number for number in stage.calls if number not in stage.recomputed]
         cost = stage_cost(program, stage, costs)
-        if pipeline.keeps_outputs:
+        if program.training and pipeline.keeps_outputs:
             cost = replace(cost, static_bytes=cost.static_bytes + _kept_bytes(program, stage))
         forwards = sum(len(program.region(program.calls[n].region).forward_nodes) for n in stage.calls)
         stages.append(
@@ -340,6 +359,12 @@ def pipeline_link(program: Program) -> Link:
 def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator[Schedule]:
     """Those that were asked for."""
     num_calls, num_microbatches = len(program.calls), program.microbatches
+    if not program.training:
+        schedule = forwards(spec, num_ranks)
+        if schedule.num_stages > num_calls:
+            raise too_many_stages(program, schedule.num_stages, num_ranks)
+        yield schedule
+        return
     if spec.schedule == greedy.NAME:
         return
     if not is_open(spec, num_ranks):
@@ -401,7 +426,9 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
 
 
 def _call_at(calls: Sequence[Call], name: str) -> int:
-    found = [number for number, call in enumerate(calls) if name == (call.path or call.region)]
+    plain, _, nth = name.partition("#")
+    found = [number for number, call in enumerate(calls) if plain == (call.path or call.region)]
+    found = found[int(nth or 1) - 1 :] if (nth or "1").isdecimal() and int(nth or 1) else []
     if not found:
         raise AutoparError(
             f"the pipeline is to be cut at {name!r}, which is no block of the model",

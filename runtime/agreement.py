@@ -119,14 +119,15 @@ class Agreement:
 
     comm: of the whole mesh; says how long a rank is waited for. settings: of the optimizer of its parameters that
     stepped last. held: says the same on ranks that hold the same parameters. alike: what ranks hold alike, once
-    parameters are placed; writes: what was written into those of which no other rank has the same.
+    parameters are placed; writes: what was written into those of which no other rank has the same. apart: the inputs
+    that each stage of a pipeline keeps its own of, by name: their values are nobody else's.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.device = comm, comm.device
         self.settings = self.held = ""
         self.alike: Alike | None = None
-        self.writes = Edits({})
+        self.writes, self.apart = Edits({}), frozenset[str]()
         self._steps = 0
         self._given: list[Tensor] = []
         self._sent: _Sent | None = None
@@ -167,7 +168,8 @@ class Agreement:
         alike = self.alike if records else None
         samples = [] if alike is None else alike.numbers(call.number)
         kinds = {name: _kind(leaf) for name, leaf in call.inputs.items()}
-        values = {name: _values(leaf, self.device) for name, leaf in call.inputs.items() if _is_compared(leaf)}
+        alike_everywhere = {name: x for name, x in call.inputs.items() if _is_compared(x) and name not in self.apart}
+        values = {name: _values(x, self.device) for name, x in alike_everywhere.items()}
         texts = (repr(kinds), call.graph, repr(bytes(trained)), settings)
         known = (call.number, _hash(bytes(modes)), int(records), *map(_hash, texts))
         known = (*known, steps, _hash(bytes(graded)), int(bool(written)))

@@ -189,7 +189,10 @@ class Engine:
         if not isinstance(value, DTensor):
             return None if value is None else self._scalar(value)
         gather_first = partial(self._before_gather, entry.name, value.shape, value.dtype)
-        return seen_whole(value, gather_first, choose_first=partial(self._before_choice, entry.name))
+        seen = seen_whole(value, gather_first, choose_first=partial(self._before_choice, entry.name))
+        if local_tensor(value).is_meta:  # another stage keeps it: here it has a shape alone
+            seen._whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return seen
 
     def _scalar(self, value: Tensor) -> Tensor:
         found = value.as_subclass(Term)
@@ -459,13 +462,14 @@ class Engine:
     def _program(self, executable: Executable, inputs: Mapping[str, Tensor]) -> LoadedProgram:
         """Load a program at its first use, and check on all ranks that they are about to do the same."""
         if executable.key not in self._programs:
-            check_same_batch(inputs)
+            check_same_batch({name: x for name, x in inputs.items() if name not in self.agreement.apart})
             peers = check_order(self.comm, executable.interface, executable.source)
             if executable.interface.pipeline is not None:
                 self.comm.connect(executable.interface.pipeline.axis, peers)
             program = load_program(executable.source, executable.filename, executable.compile_regions)
             if executable.interface.pipeline is not None:
                 self._pipelines[executable.key] = PipelineProgram(program, executable.interface)
+                self.agreement.apart |= self._pipelines[executable.key].keepers.keys()
             self._programs[executable.key] = program
             if self.agreement.alike is not None:
                 self.agreement.alike.keep(executable.interface)

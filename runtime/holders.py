@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline hold a parameter, and what a rank remembers of those that it does not hold."""
+"""Which ranks of a pipeline hold a parameter or a state, and what a rank remembers of parameters that others hold."""
 
 from __future__ import annotations
 
@@ -46,6 +46,27 @@ def held_by(interface: ProgramInterface, rank: int) -> list[TensorInterface]:
     """The parameters that one pipeline rank holds, in the interface's order."""
     ranks = holders(interface)
     return [entry for entry in interface.parameters if interface.pipeline is None or rank in ranks[entry.name]]
+
+
+def keepers(interface: ProgramInterface) -> dict[str, int]:
+    """Of each state (cache) the pipeline rank that keeps it: the one whose stage makes it. Its stages alone take it.
+
+    A state that is a single number is left out: as a scalar output, every rank has it.
+    """
+    pipeline, states = interface.pipeline, interface.states
+    if pipeline is None:
+        return {}
+    found: dict[str, int] = {}
+    for stage, rank in zip(pipeline.stages, pipeline.rank_of, strict=True):
+        made = (interface.outputs[place] for place in stage.outputs)
+        found.update({entry.name: rank for entry in made if entry.shape and entry.name in states})
+    return found
+
+
+def own_inputs(interface: ProgramInterface, rank: int) -> frozenset[str]:
+    """The inputs that the stages of a pipeline rank take: the batch, and of the states those that it keeps."""
+    kept = keepers(interface)
+    return frozenset(entry.name for entry in interface.inputs if kept.get(entry.name, rank) == rank)
 
 
 def remove(parameter: nn.Parameter, names: Iterable[str], model: nn.Module, ranks: tuple[int, ...]) -> Absent:

@@ -23,7 +23,7 @@ from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import REPLICATE, Shard, Sharding, num_pieces, replicated
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.draws import RANGE
-from autopar.runtime.layout import redistribute, shard
+from autopar.runtime.layout import redistribute
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.placements import from_dtensor_placements
 
@@ -122,25 +122,26 @@ class Batch:
         """m, how many microbatches."""
         return self.interface.microbatches
 
-    def local_inputs(self, microbatch: int) -> Tensors:
-        """This rank's part of one microbatch, on the communicator's device.
+    def local_inputs(self, microbatch: int, own: frozenset[str] | None = None) -> Tensors:
+        """This rank's part of one microbatch, on the communicator's device. own: the inputs that are here; None: all.
 
         Only the microbatch's rows are copied there, without waiting: what lies in pinned memory may be read after this
         has returned, as with `tensor.to(device, non_blocking=True)`.
         """
-        if not any(isinstance(x, DTensor) for x in self.inputs.values()):
+        here = [entry for entry in self.interface.inputs if own is None or entry.name in own]
+        pieces = [entry for entry in here if isinstance(self.inputs[entry.name], DTensor)]
+        local: Tensors = {}
+        if len(pieces) < len(here):
+            plain = {entry.name for entry in here} - {entry.name for entry in pieces}
             parts = {
                 entry.name: self._rows_here(self.inputs[entry.name], entry, microbatch)
+                if entry.name in plain
+                else torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
                 for entry in self.interface.inputs
             }
-            return self.program.split_inputs(self.comm, parts)
-        local: Tensors = {}
-        for entry in self.interface.inputs:
-            x = self.inputs[entry.name]
-            if isinstance(x, DTensor):
-                local[entry.name] = self._from_dtensor(x, entry, microbatch)
-            else:
-                local[entry.name] = shard(self._rows_here(x, entry, microbatch), entry.sharding, self.comm)
+            local = {name: x for name, x in self.program.split_inputs(self.comm, parts).items() if name in plain}
+        for entry in pieces:
+            local[entry.name] = self._from_dtensor(self.inputs[entry.name], entry, microbatch)
         return local
 
     def output(self, place: int, values: Sequence[Tensor]) -> Tensor:
@@ -196,7 +197,8 @@ class Batch:
         """`rows` on the communicator's device."""
         return self.rows(x.detach(), entry, microbatch).to(self.comm.device, non_blocking=True)
 
-    def _from_dtensor(self, x: DTensor, entry: TensorInterface, microbatch: int) -> Tensor:
+    def _from_dtensor(self, x: Tensor, entry: TensorInterface, microbatch: int) -> Tensor:
+        assert isinstance(x, DTensor)
         local, source = local_tensor(x), from_dtensor_placements(x.placements)
         pieces = (_pieces_along(source, dim, self.comm.sizes) for dim in range(x.dim()))
         if any(size % num for size, num in zip(x.shape, pieces, strict=True)):  # ours are even, or padded

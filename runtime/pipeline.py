@@ -16,7 +16,7 @@ from autopar.base.trace import Recorded
 from autopar.ir.interface import PipelineInterface, ProgramInterface, TensorInterface
 from autopar.ir.schedule import Action, Kind, Schedule
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.holders import holders
+from autopar.runtime.holders import holders, keepers, own_inputs
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import Batch
@@ -83,6 +83,25 @@ class PipelineProgram:
         """The pipeline rank that makes an output."""
         return self.pipeline.rank_of[self.stage_of_output(place)]
 
+    @cached_property
+    def keepers(self) -> dict[str, int]:
+        """The pipeline rank that keeps each state."""
+        return keepers(self.interface)
+
+    def own(self, rank: int) -> frozenset[str]:
+        """The inputs that the stages of a pipeline rank take: the batch, and of the states those that it keeps."""
+        return own_inputs(self.interface, rank)
+
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """The places of the outputs that every rank gets: scalars; beside states all of them, as a token is chosen on
+        every rank from logits that the last stage makes.
+        """
+        outputs = enumerate(self.interface.outputs)
+        if not self.interface.states:
+            return tuple(place for place, entry in outputs if not entry.shape)
+        return tuple(place for place, entry in outputs if entry.name not in self.keepers)
+
     def rank_of_update(self, name: str) -> int:
         """The pipeline rank that changes a buffer."""
         return self.pipeline.rank_of[next(k for k, stage in enumerate(self.pipeline.stages) if name in stage.updates)]
@@ -92,8 +111,9 @@ class PipelineProgram:
 class PipelineResult:
     """What a step leaves on one rank, all local.
 
-    outputs: in the interface's order: scalars on every rank, larger ones where they are made, None elsewhere. updates:
-    the last values of the buffers that forward changes, on every rank. gradients: of the rank's own parameters.
+    outputs: in the interface's order: those that are `shared` on every rank, others where they are made, None
+    elsewhere. updates: the last values of the buffers that forward changes, on every rank. gradients: of the rank's own
+    parameters.
     """
 
     outputs: tuple[Tensor | None, ...]
@@ -134,7 +154,8 @@ class PipelineStep:
         recorder = Recorder(comm, pipeline.axis, self.record)
         keeps = grads is None or pipeline.keeps_outputs
         here = [number for number, owner in enumerate(pipeline.rank_of) if owner == rank]
-        work = Work(self.batch, comm, pipeline.axis, pipeline.rank_of, self.seed, grads, recorder, len(here), keeps)
+        own, axis = self.program.own(rank), pipeline.axis
+        work = Work(self.batch, comm, axis, pipeline.rank_of, self.seed, grads, recorder, len(here), own, keeps)
         padded = in_blocks(self.batch.interface, state)
         functions = self.program.program.stages
         stages = {k: StageRun(k, work, functions[k], pipeline.stages[k], padded) for k in here}
@@ -190,11 +211,11 @@ class PipelineStep:
     def _shared(
         self, outputs: dict[int, Tensor], updates: Tensors, rank: int
     ) -> tuple[tuple[Tensor | None, ...], Tensors]:
-        """Scalar outputs and new buffers go from the rank that has them to all, those of one dtype together."""
+        """Outputs that all get, and new buffers, go from the rank that has them to all, those of one dtype together."""
         program, comm = self.program, self.comm
         interface = program.interface
-        scalars = {place: entry for place, entry in enumerate(interface.outputs) if not entry.shape}
-        pieces = [(entry, outputs.get(place), program.rank_of_output(place)) for place, entry in scalars.items()]
+        shared = {place: interface.outputs[place] for place in program.shared}
+        pieces = [(entry, outputs.get(place), program.rank_of_output(place)) for place, entry in shared.items()]
         pieces += [(entry, updates.get(entry.name), program.rank_of_update(entry.name)) for entry in interface.updates]
         found: dict[int, Tensor] = {}
         comm.at("outputs")
@@ -204,9 +225,9 @@ class PipelineStep:
             flat = comm.all_reduce(torch.cat([part.reshape(-1) for part in parts]), program.pipeline.axis)
             split = flat.split([part.numel() for part in parts])
             found |= {number: x.view(part.shape) for number, x, part in zip(numbers, split, parts, strict=True)}
-        every = {place: found[number] for number, place in enumerate(scalars)}
+        every = {place: found[number] for number, place in enumerate(shared)}
         values = tuple(every.get(place, outputs.get(place)) for place in range(len(interface.outputs)))
-        return values, {entry.name: found[len(scalars) + n] for n, entry in enumerate(interface.updates)}
+        return values, {entry.name: found[len(shared) + n] for n, entry in enumerate(interface.updates)}
 
     def _part(self, entry: TensorInterface, value: Tensor | None, is_here: bool) -> Tensor:
         dtype = getattr(torch, entry.dtype)

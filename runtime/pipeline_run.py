@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import whole_output
 from autopar.runtime.pipeline import PipelineResult, PipelineStep
@@ -33,7 +34,8 @@ class PipelineRun:
     buffers: Tensors
 
     def forward(self) -> Found:
-        """The outputs in the interface's order, None where they are on other ranks; the new values of buffers.
+        """The outputs in the interface's order, None where they are on other ranks, of states (caches) what stands for
+        them; the new values of buffers.
 
         Where gradients are recorded, the backward of an output is an error: one rank cannot run it alone.
         """
@@ -91,14 +93,21 @@ class PipelineRun:
     def _outputs(self, result: PipelineResult, refuses: bool) -> list[Tensor | None]:
         interface = self.step.program.interface
         found: list[Tensor | None] = []
+        states = interface.states
         for output, value in zip(interface.outputs, result.outputs, strict=True):
             if value is not None and refuses and output.may_receive:
                 value = _NoBackward.apply(torch.zeros((), requires_grad=True), value)
+            if value is None and output.name in states:
+                value = torch.empty(self._local_shape(output), dtype=getattr(torch, output.dtype), device="meta")
             if value is not None and output.shape:
                 entry = whole_output(output, interface.microbatches)
                 value = make_dtensor(value, self.device_mesh, entry.sharding, entry.shape)
             found.append(value)
         return found
+
+    def _local_shape(self, entry: TensorInterface) -> tuple[int, ...]:
+        inner = self.step.batch.comm
+        return local_part_shape(entry.shape, entry.sharding, inner.sizes, [inner.index(axis) for axis in inner.axes])
 
 
 class _NoBackward(torch.autograd.Function):

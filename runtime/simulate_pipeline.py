@@ -66,7 +66,7 @@ def simulate_pipeline(
 
     outputs: list[Tensor] = []
     for number, entry in enumerate(interface.outputs):
-        places = (program.rank_of_output(number),) if entry.shape else everywhere
+        places = everywhere if number in program.shared else (program.rank_of_output(number),)
         values = [rank.result.outputs[number] for rank in ranks]
         outputs.append(whole(places, values, whole_output(entry, interface.microbatches), "output"))
     updates: dict[str, Tensor] = {}

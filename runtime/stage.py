@@ -36,9 +36,9 @@ Wanted = tuple[tuple[int, ...], torch.dtype]
 class Work:
     """What the stages of one rank have in common during a step.
 
-    comm: of the whole mesh; the batch's is that of one stage. grads: local, one for each differentiable output; None
-    where there is no backward. keeps_outputs: larger ones than scalars, too. pending: what was sent, and may not have
-    left.
+    comm: of the whole mesh; the batch's is that of one stage. own: the inputs that they take, by name. grads: local,
+    one for each differentiable output; None where there is no backward. keeps_outputs: larger ones than scalars, too.
+    pending: what was sent, and may not have left.
     """
 
     batch: Batch
@@ -49,6 +49,7 @@ class Work:
     grads: Grads | None
     recorder: Recorder
     num_here: int
+    own: frozenset[str]
     keeps_outputs: bool = True
     pending: list[Pending] = field(default_factory=list)
     inputs: dict[int, tuple[int, Tensors]] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Work:
 
     def inputs_of(self, i: int) -> Tensors:
         """This rank's part of the inputs of a microbatch: made for its first stage here, dropped after its last."""
-        uses, local = self.inputs.pop(i) if i in self.inputs else (0, self.batch.local_inputs(i))
+        uses, local = self.inputs.pop(i) if i in self.inputs else (0, self.batch.local_inputs(i, self.own))
         if uses + 1 < self.num_here:
             self.inputs[i] = uses + 1, local
         return local

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,13 @@ from autopar import pipeline
 from autopar.api.plan import Plan
 from autopar.api.planning import dressed
 from autopar.base.errors import AutoparError
+from autopar.ir.interface import StageInterface
+from autopar.ir.program import Program
+from autopar.ir.stages import Pipeline
 from autopar.machine.mesh import Mesh
 from autopar.planner.assembly import redo
 from autopar.strategies.names import Strategy
-from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
+from autopar.strategies.pipelining.spec import AXIS, PipelineSpec, nth_of
 from autopar.strategies.request import Attempt
 
 
@@ -39,13 +42,30 @@ def same_stages(plan: Plan, strategy: Strategy) -> Strategy:
     if plan.decisions.pipeline is None:
         return strategy
     found = plan.decisions.pipeline
-    first = [min(set(stage.calls) - set(stage.recomputed)) for stage in found.stages]
-    own = plan.asked is not None and plan.asked.is_file
-    asked = plan.asked if own and plan.asked is not None else PipelineSpec(found.schedule.name)
-    cut, ranks = tuple(first[1:]), found.schedule.rank_of
+    assert plan.program is not None
+    own = plan.asked if plan.asked is not None and (plan.asked.is_file or not found.schedule.has_backward) else None
+    asked = own or PipelineSpec(found.schedule.name)
+    cut, ranks = first_of_stages(plan.program, found), found.schedule.rank_of
     spec = replace(asked, stages_per_rank=found.stages_per_rank, cut=cut, rank_of=ranks)
     others = zip(plan.stage_mesh.axis_names, plan.strategies, strict=True)
     return {AXIS: spec, **{axis: each for axis, each in others if axis in plan.mesh.axis_names}}
+
+
+def first_of_stages(program: Program, pipeline: Pipeline) -> tuple[str, ...]:
+    """What begins each stage but the first, as a cut names it: of its calls the first that is a block of the model, or
+    has parameters. What is computed of inputs alone has other calls for other batches.
+    """
+    names = [call.path or call.region for call in program.calls]
+    found = []
+    for stage in pipeline.stages[1:]:
+        own = sorted(set(stage.calls) - set(stage.recomputed))
+        number = next((n for n in own if program.calls[n].path or _has_parameters(program, n)), own[0])
+        found.append(nth_of(names[number], names[:number].count(names[number])))
+    return tuple(found)
+
+
+def _has_parameters(program: Program, number: int) -> bool:
+    return any(program.variable(name).is_parameter for name in program.calls[number].slots)
 
 
 def unused_as_stored(plan: Plan, first: Plan) -> Plan:
@@ -58,4 +78,21 @@ def unused_as_stored(plan: Plan, first: Plan) -> Plan:
         else replace(each, sharding=stored[each.name].sharding, block=stored[each.name].block)
         for each in plan.interface.parameters
     ]  # fmt: skip
-    return replace(plan, interface=replace(plan.interface, parameters=tuple(parameters)))
+    interface = replace(plan.interface, parameters=tuple(parameters))
+    if plan.interface.pipeline is not None and first.interface.pipeline is not None:
+        unused = {each.name for each in parameters if each.name not in used}
+        stages = _with_unused(plan.interface.pipeline.stages, first.interface.pipeline.stages, unused)
+        interface = replace(interface, pipeline=replace(plan.interface.pipeline, stages=stages))
+    return replace(plan, interface=interface)
+
+
+def _with_unused(
+    stages: Sequence[StageInterface], first: Sequence[StageInterface], unused: Collection[str]
+) -> tuple[StageInterface, ...]:
+    """The stages with the parameters that no call uses where those of the first plan have them."""
+
+    def held(own: StageInterface, before: StageInterface) -> tuple[str, ...]:
+        kept = [name for name in own.parameters if name not in unused]
+        return (*kept, *(name for name in before.parameters if name in unused))
+
+    return tuple(replace(own, parameters=held(own, before)) for own, before in zip(stages, first, strict=True))

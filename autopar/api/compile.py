@@ -31,7 +31,7 @@ from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import packing
-from autopar.base.huggingface.caches import check_cache, new_cache
+from autopar.base.huggingface.caches import check_cache, new_cache, states_among
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
 from autopar.passes.emptied import has_values_of, meta_clone
@@ -160,14 +160,13 @@ def compile_model(
     planner.model = compiled
     engine: Any = compiled.autopar
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
-    engine.cache_maker = partial(_new_cache, planner.blueprint, mesh, generate)
+    engine.cache_maker = partial(_new_cache, planner.blueprint, generate)
     planner.attach()
     return compiled
 
 
 def _new_cache(
     blueprint: nn.Module,
-    mesh: Mesh,
     planned: Generation | None,
     batch: int,
     length: int,
@@ -175,12 +174,6 @@ def _new_cache(
     encoded: Tensor | None,
 ) -> Any:
     """See `caches.new_cache`; of the length that was planned, where that is more."""
-    if AXIS in mesh.axis_names:
-        raise AutoparError(
-            "generate() keeps no cache in a pipeline",
-            values=f"mesh {mesh}",
-            remedy=f"use a mesh without the axis {AXIS}, or call it with use_cache=False",
-        )
     if planned is not None:
         length = max(length, planned.positions(behind_encoder=encoded is not None))
     return new_cache(blueprint, batch, length, device, encoded)
@@ -254,8 +247,9 @@ class _Planner:
         if self.loss is not None:
             self.loss.check()
         inputs = self._read(inputs, differentiate)
-        # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are.
-        differentiate = differentiate or self._has_pipeline()
+        # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are. A
+        # prompt and a token have programs of their own, on the same stages.
+        differentiate = differentiate or (self._has_pipeline() and not states_among(inputs))
         found = self._additions.positions(inputs, self._told, training=differentiate)
         if self.first is None and (longest := self._additions.longest(inputs, found)) is not None:
             self._prepared(longest, differentiate)  # whose placement, held against the memory limit, serves all
@@ -341,10 +335,13 @@ class _Planner:
         inputs = phase_inputs(self.blueprint, generation)
         pins = self.options["constraints"] if self.first is None else pins_of(self.first.interface)
 
-        is_open = may_choose(self.options["strategy"]) and self.first is None
+        strategy = self.options["strategy"]
+        is_open = may_choose(strategy) and self.first is None
 
         def make() -> list[Plan]:
-            found = planned(self.blueprint, self.mesh, generation, self.options, pins, is_open=is_open)
+            own = strategy if self.first is None else same_stages(self.first, strategy)
+            options = {**self.options, "strategy": own}
+            found = planned(self.blueprint, self.mesh, generation, options, pins, is_open=is_open)
             return [self._verified(plan) for plan in found]
 
         agreed = agreed_plans(make)

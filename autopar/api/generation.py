@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autopar import pipeline
-from autopar.api.again import unused_as_stored
+from autopar.api.again import same_stages, unused_as_stored
 from autopar.api.generation_proof import verify_generation
 from autopar.api.plan import Plan
 from autopar.api.planning import dressed
@@ -117,17 +117,18 @@ def planned(
     inputs = phase_inputs(model, generation)
     captured: dict[str, dict[object, Program]] = {name: {} for name in PHASES}
 
-    def make(phase: str, pins: Sequence[Pin]) -> Plan:
+    def make(phase: str, pins: Sequence[Pin], strategy: Strategy) -> Plan:
         found = decide(
             model, mesh, example_inputs=inputs[phase], inference=True, captured=captured[phase],
-            **{**options, "constraints": tuple(pins)},
+            **{**options, "constraints": tuple(pins), "strategy": strategy},
         )  # fmt: skip
         return dressed(found)
 
     def in_order(first: str, second: str) -> GenerationPlan:
-        plans = {first: make(first, pins)}
+        plans = {first: make(first, pins, options["strategy"])}
         interface = plans[first].interface
-        later = make(second, [*pins_of(interface), *pins_for(states_of(interface), inputs[second])])
+        bound = [*pins_of(interface), *pins_for(states_of(interface), inputs[second])]
+        later = make(second, bound, same_stages(plans[first], options["strategy"]))
         plans[second] = unused_as_stored(later, plans[first])
         return GenerationPlan(generation, plans["prefill"], plans["decode"])
 

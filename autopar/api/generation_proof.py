@@ -29,6 +29,7 @@ from autopar.passes.emit import interface_of
 from autopar.planner.generation import Generation
 from autopar.planner.plan.record import PlanRecord
 from autopar.runtime.simulate import simulate
+from autopar.strategies.pipelining.spec import AXIS
 
 MOST_TOKENS = 16
 """That are proven: each is the same program of one token."""
@@ -54,7 +55,8 @@ def verify_generation(
     fits_here(decode)
     assert decode.model is not None
     count = min(wanted.new_tokens, MOST_TOKENS) if tokens is None else tokens
-    mesh, scaled = scaled_mesh(decode.mesh)
+    stages = dict(decode.mesh.axes).get(AXIS, 1)
+    mesh, scaled = scaled_mesh(decode.mesh, {AXIS: min(2, stages)})
     model, _ = small_model(decode.model, {}, dtype, seed)
     words = vocabulary(model)
     generator = torch.Generator().manual_seed(seed)

@@ -227,7 +227,7 @@ def _mesh_of(plan: PlanRecord) -> tuple[Mesh, bool]:
     for size in range(mesh.size(AXIS), 1, -1) if scaled else ():
         smaller = Mesh({**dict(mesh.axes), AXIS: size}, hardware=mesh.hardware)
         spec = _as_planned(plan, smaller)
-        if spec is not None and refusal(spec, size, plan.interface.microbatches) is None:
+        if spec is not None and (not plan.training or refusal(spec, size, plan.interface.microbatches) is None):
             return smaller, True
     return mesh, scaled
 
@@ -278,7 +278,7 @@ def _as_planned(plan: PlanRecord, mesh: Mesh) -> PipelineSpec | None:
     if plan.asked is None or plan.pipeline is None:
         return plan.asked
     schedule = plan.pipeline.schedule
-    name = plan.asked.schedule if plan.asked.is_file else schedule.name
+    name = plan.asked.schedule if plan.asked.is_file or not schedule.has_backward else schedule.name
     same = mesh.size(AXIS) == schedule.num_ranks
     cut, ranks = (plan.asked.cut, schedule.rank_of) if same else ((), ())
     return PipelineSpec(name, schedule.num_stages // schedule.num_ranks, cut, plan.asked.rows, ranks)

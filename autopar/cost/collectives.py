@@ -53,12 +53,15 @@ def num_calls(program: Program, region: str, rank: int | None = None) -> int:
     return sum(1 for number in calls_on(program, rank) if program.calls[number].region == region)
 
 
-def calls_on(program: Program, rank: int | None) -> list[int]:
-    """The calls that one rank of the pipeline runs, all of them where there is none."""
+def calls_on(program: Program, rank: int | None, *, again: bool = True) -> list[int]:
+    """The calls that one rank of the pipeline runs, all of them where there is none. again: also those of other stages
+    that it computes again.
+    """
     if program.pipeline is None or rank is None:
         return list(range(len(program.calls)))
     pipeline = program.pipeline
-    return [number for stage in pipeline.schedule.stages_of(rank) for number in pipeline.stages[stage].calls]
+    stages = [pipeline.stages[stage] for stage in pipeline.schedule.stages_of(rank)]
+    return [number for stage in stages for number in stage.calls if again or number not in stage.recomputed]
 
 
 def collectives(program: Program, rank: int | None = None) -> Iterator[Collective]:

@@ -137,8 +137,23 @@ def _memory(program: Program, peak_bytes: float) -> Memory:
 
 
 def _state_bytes(program: Program) -> int:
-    """What one rank keeps from call to call: caches."""
-    names, layouts = program.states, program.placed.inputs
-    ports = [port for port in program.inputs if port.name in names and port.name in layouts]
-    sizes = program.on_mesh.sizes
-    return sum(math.prod(local_shape(p.type.shape, layouts[p.name], sizes)) * p.type.dtype.itemsize for p in ports)
+    """What one rank keeps from call to call: caches. Of the rank of a pipeline that keeps most of them."""
+    ranks: list[int | None] = [None]
+    if program.pipeline is not None:
+        ranks = list(range(program.pipeline.schedule.num_ranks))
+    return max(sum(state_bytes(program, rank).values()) for rank in ranks)
+
+
+def state_bytes(program: Program, rank: int | None = None) -> dict[str, int]:
+    """The states that one rank keeps, with their bytes there.
+
+    rank: of a pipeline: those that its stages make, and all that are single numbers, which every rank gets.
+    """
+    layouts, sizes, states = program.placed.inputs, program.on_mesh.sizes, program.states
+    made = dict(zip(program.output_names, program.outputs, strict=True))
+    own = set(calls_on(program, rank, again=False))
+    return {
+        port.name: math.prod(local_shape(port.type.shape, layouts[port.name], sizes)) * port.type.dtype.itemsize
+        for port in program.inputs
+        if port.name in states and port.name in layouts and (not port.type.shape or made[port.name].call in own)
+    }

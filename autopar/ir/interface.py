@@ -152,6 +152,12 @@ class ProgramInterface:
     granted: tuple[str, ...] = ()
     meaning: Meaning | None = None
 
+    @property
+    def states(self) -> frozenset[str]:
+        """Inputs that are returned, changed, under the same name, shape and dtype, to be handed in again: caches."""
+        returned = {(each.name, each.shape, each.dtype) for each in self.outputs}
+        return frozenset(each.name for each in self.inputs if (each.name, each.shape, each.dtype) in returned)
+
     def given(self, grads: Sequence[object]) -> frozenset[int]:
         """The places of outputs for which a gradient comes. grads: of the differentiable outputs, in order."""
         places = [place for place, output in enumerate(self.outputs) if output.differentiable]

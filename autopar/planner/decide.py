@@ -54,12 +54,6 @@ def decide(
     mesh = mesh.with_experts(expert_imbalance)
     asked = pipeline_of(strategy, mesh)
     asked = asked.read() if asked is not None else None
-    if asked is not None and inference:
-        raise AutoparError(
-            "a pipeline is planned for training",
-            values=f"mesh: {mesh}",
-            remedy="plan with inference=False; compiled(**batch) under torch.no_grad() runs its forward alone",
-        )
     if microbatches is not None and microbatches < 1:
         raise AutoparError(f"{microbatches} microbatches", remedy="use 1 or more")
     request = Attempt(
@@ -84,7 +78,7 @@ def decide(
     def make(request: Attempt) -> PlanRecord:
         return best_plan(request, steps, modes, progress)
 
-    if asked is not None and microbatches is not None:
+    if asked is not None and microbatches is not None and not inference:
         check_microbatches(request)
-    alone = asked is None or microbatches is not None
+    alone = asked is None or inference or microbatches is not None
     return make(request) if alone else best_microbatches(request, make)

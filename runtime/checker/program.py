@@ -24,7 +24,7 @@ from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
 from autopar.runtime.checker.types import Axes, Typed, alike, give, give_said
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
-from autopar.runtime.holders import held_by
+from autopar.runtime.holders import held_by, own_inputs
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, LoadedStage, load_program
 
@@ -376,7 +376,10 @@ class _StageCheck:
         interface, pipeline = border.interface, border.interface.pipeline
         assert pipeline is not None
         self.trained = [entry for entry in interface.parameters if entry.name in own.parameters]
-        self.state, self.inputs = border._state(held_by(interface, pipeline.rank_of[number])), border._inputs()
+        rank = pipeline.rank_of[number]
+        taken, inputs = own_inputs(interface, rank), border._inputs()
+        self.state = border._state(held_by(interface, rank))
+        self.inputs = {name: x for name, x in inputs.items() if name in taken}
         self.held: Tensors = {}
         self.gradients: dict[str, list[Term]] = {}
         for pending in stage.unshard(border.comm, self.state, self.held):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,6 +81,13 @@ def on_two_ranks(name: str, strategy: str) -> dict[str, list[list[int]]]:
     return generated(compiled, prompt)
 
 
+def on_stages(name: str, sizes: dict[str, int], strategy: Any) -> dict[str, list[list[int]]]:
+    """On a mesh with a pipeline; every rank has the tokens."""
+    model, prompt = model_and_prompt(name)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return generated(autopar.compile(model, mesh, strategy=strategy), prompt)
+
+
 def with_drafts(strategy: str | None) -> list[list[list[int]]]:
     """The tokens for one prompt, of drafts that repeat it and of another model's; greedy and drawn. None: one process,
     the greedy ones without drafts.
@@ -146,17 +155,42 @@ def _with_images() -> tuple[Any, dict[str, Tensor]]:
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
 
 
-def planned_before(strategy: str) -> tuple[list[list[list[int]]], int, int, int]:
-    """Tokens of three calls that were planned for, how many programs there are, and bytes of the cache: predicted, and
-    of the tensors.
+def planned_before(
+    strategy: str, sizes: Mapping[str, int] = MappingProxyType({"x": 2})
+) -> tuple[list[list[list[int]]], int, int, int]:
+    """Tokens of three calls that were planned for, how many programs there are, and bytes of the cache: predicted of
+    the rank that has most, and of the tensors here.
     """
     model, prompt = model_and_prompt("qwen2")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     wanted = autopar.Generation(batch=4, prompt=7, new_tokens=12, padded=True)
     compiled: Any = autopar.compile(model, mesh, strategy=strategy, generate=wanted)
     tokens = [compiled.generate(**prompt, max_new_tokens=count, pad_token_id=0).tolist() for count in (3, 8, 12)]
     done = compiled.generate(**prompt, max_new_tokens=2, pad_token_id=0, return_dict_in_generate=True)
     states = done.past_key_values.states()
     pieces = [local_tensor(state) if isinstance(state, DTensor) else state for state in states]
-    held = sum(piece.numel() * piece.element_size() for piece in pieces)
+    held = sum(piece.numel() * piece.element_size() for piece in pieces if not piece.is_meta)
     return tokens, len(compiled.autopar._programs), compiled.generation_plan.cache_bytes, held
+
+
+def in_turn(sizes: dict[str, int] | None, strategy: Any) -> tuple[list[float], list[list[list[int]]]]:
+    """Losses and tokens of a model that is trained and generates in turn. sizes: of the mesh; None: on one process."""
+    model, prompt = model_and_prompt("qwen2")
+    batch = {"input_ids": prompt["input_ids"][1:].repeat(2, 1)[:4], "use_cache": False}
+    batch["labels"] = batch["input_ids"]
+    if sizes is not None:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        model = autopar.compile(model, mesh, strategy=strategy, example_inputs=batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses, tokens = [], []
+    for _ in range(2):
+        if sizes is None:
+            loss = model(**batch).loss
+            loss.backward()
+        else:
+            loss = model.train_step(**batch).loss
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        tokens.append(model.generate(**prompt, max_new_tokens=4, pad_token_id=0, do_sample=False).tolist())
+    return losses, tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.dist import generation
@@ -61,3 +63,47 @@ def test_habits_of_other_scripts() -> None:
     want = generation.habits(None)
     for found in launch(generation.habits, 2, "tensor", timeout_s=240.0):
         assert found == want
+
+
+STAGED = {
+    "qwen2, pp=2": ("qwen2", {"pp": 2}, "auto"),
+    "lfm2, pp=2": ("lfm2", {"pp": 2}, "auto"),
+    "gpt2, pp=2, tp=2": ("gpt2", {"pp": 2, "tp": 2}, {"tp": "tensor", "pp": "pipeline(1f1b)"}),
+    "qwen2, dp=2, pp=2": ("qwen2", {"dp": 2, "pp": 2}, {"dp": "ddp", "pp": "pipeline(zbv)"}),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STAGED)
+def test_every_stage_generates_the_tokens_of_one_process(case: str) -> None:
+    """A rank that reads or reorders the cache of a layer that another one has, logits that do not come to all ranks, a
+    token whose stages are cut elsewhere than those of the prompt, or that is placed as the prompt is though it has
+    other calls: an error, or other tokens than transformers' on one process.
+    """
+    name, sizes, strategy = STAGED[case]
+    want = generation.generated(*generation.model_and_prompt(name))
+    for found in launch(generation.on_stages, math.prod(sizes.values()), name, sizes, strategy, timeout_s=240.0):
+        assert found == want
+
+
+@pytest.mark.slow
+def test_each_stage_keeps_the_bytes_that_were_predicted() -> None:
+    """Breaks if a rank keeps a byte of a cache that is not its own, or another number than predicted."""
+    model, prompt = generation.model_and_prompt("qwen2")
+    want = [model.generate(**prompt, max_new_tokens=count, pad_token_id=0).tolist() for count in (3, 8, 12)]
+    ran = launch(generation.planned_before, 2, "auto", {"pp": 2}, timeout_s=240.0)
+    # A layer's keys and values [4, heads 2, positions 18, 8] in float32; every rank has the counts of all three layers.
+    layer, counts = 2 * 4 * 2 * 18 * 8 * 4, 3 * 8
+    assert [held for *_, held in ran] == [layer + counts, 2 * layer + counts]
+    for tokens, programs, predicted, _ in ran:
+        assert (tokens, programs, predicted) == (want, 2, 2 * layer + counts)
+
+
+@pytest.mark.slow
+def test_stages_are_trained_and_generate_in_turn() -> None:
+    """Breaks if a prompt gets other stages than training, or is answered by weights of before the step."""
+    losses, tokens = generation.in_turn(None, None)
+    for found_losses, found_tokens in launch(generation.in_turn, 2, {"pp": 2}, "pipeline(1f1b)", timeout_s=240.0):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found_tokens == tokens

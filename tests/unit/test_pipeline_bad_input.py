@@ -205,8 +205,16 @@ def test_a_pipeline_of_one_rank() -> None:
 
 
 def test_inference() -> None:
-    """Breaks if the forward alone is planned with a pipeline, which runs as part of the training program."""
-    assert error_of(plan_of, inference=True).startswith("a pipeline is planned for training. mesh: pp=2 × dp=2. plan")
+    """Breaks if the forward alone is planned with a backward's order, on more than one microbatch, or computes
+    otherwise than the eager model.
+    """
+    plan = plan_of(inference=True)
+    assert plan.pipeline is not None
+    assert [list(map(str, row)) for row in plan.pipeline.schedule.order] == [
+        ["0UNSHARD", "0F0", "0SEND_F0", "0RESHARD"],
+        ["1UNSHARD", "1RECV_F0", "1F0", "1RESHARD"],
+    ]
+    assert plan.verify().raise_on_failure().ok
 
 
 def test_the_backend_of_torch_compile() -> None:

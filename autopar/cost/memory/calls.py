@@ -121,8 +121,8 @@ class ParameterCost:
 
 class CallCosts(Mapping[str, CallCost]):
     """The costs of a program's calls, by region; beside them what a stage needs: `parameters` by name, the bytes of
-    values between calls (`value_bytes`) and of their gradients (`gradient_bytes`) on one rank, and the regions whose
-    weight half reads parameters.
+    values between calls (`value_bytes`) and of their gradients (`gradient_bytes`) on one rank, of the states that each
+    call makes (`kept_of_call`), and the regions whose weight half reads parameters.
 
     moved: what the regions' calls move, where that is not to be worked out: then there are no `parameters`.
     """
@@ -157,11 +157,23 @@ class CallCosts(Mapping[str, CallCost]):
                 uses[name] = uses.get(name, 0) + 1
         # What tells one call of a region from another.
         static = {name: each.static_bytes for name, each in self.parameters.items()}
-        self.static_of_call = [sum(static.get(name, 0.0) for name in call.slots) for call in program.calls]
+        self.kept_of_call = self._kept_of(program)
+        parameters = [sum(static.get(name, 0.0) for name in call.slots) for call in program.calls]
+        self.static_of_call = [size + kept for size, kept in zip(parameters, self.kept_of_call, strict=True)]
         self.shared_by_call = [tuple(name for name in call.slots if uses[name] > 1) for call in program.calls]
         self.stages: dict[tuple[object, ...], StageCost] = {}
         self.reading_weights = frozenset(r.name for r in program.regions if weight_half_reads_parameters(r))
         self.prefetches = program.overlap is not None and program.overlap.prefetch
+
+    def _kept_of(self, program: Program) -> list[float]:
+        """Bytes of the states that each call makes, which its rank keeps until it is called again; without a backward
+        also of its outputs, which are there to the end of the step: of states the old and the new.
+        """
+        found, states = [0.0] * len(program.calls), program.states
+        for name, ref in zip(program.output_names, program.outputs, strict=True):
+            if ref.call >= 0:
+                found[ref.call] += self.value_bytes[ref] * ((name in states) + (not program.training))
+        return found
 
     def __getitem__(self, region: str) -> CallCost:
         return self._calls[region]

@@ -111,7 +111,9 @@ class StageMemory:
         return self.costs[call.region].moves.backward_gathered
 
     def _values(self) -> dict[ValueRef, tuple[int, int]]:
-        """From which place to which a value between calls is held, beside the calls that make it."""
+        """From which place to which a value between calls is held, beside the calls that make it. Of a program without
+        a backward, outputs are counted as what is held all the time.
+        """
         end = len(self.calls)
         found = {ref: (0, self.last_reads.get(ref, -1)) for ref in self.stage.receives}
         kept = {*self.stage.sends, *self.program.outputs}
@@ -119,6 +121,8 @@ class StageMemory:
             for index in range(len(self._region(place).outputs)):
                 ref = ValueRef(number, index)
                 found[ref] = (place + 1, self.last_reads.get(ref, -1))
+        if not self.program.training:  # `CallCosts.kept_of_call`
+            found = {ref: times for ref, times in found.items() if ref not in self.program.outputs}
         return {ref: (start, end if ref in kept else stop) for ref, (start, stop) in found.items()}
 
     def _gradients(self) -> dict[ValueRef, tuple[int, int]]:
@@ -217,6 +221,7 @@ def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
     names = dict.fromkeys(name for _, call in calls for name in call.slots)
     parameters = [costs.parameters[name] for name in names]
     held = StageMemory(program, stage, costs)
+    kept = sum(costs.kept_of_call[number] for number in stage.calls if number not in stage.recomputed)
     gathered = sum(parameter.gathered_bytes for parameter in parameters)
     has_halves = any(cost.input_s or cost.weight_s for cost in each)
     again = sum(p.backward_s for p in parameters)
@@ -231,7 +236,7 @@ def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
         backward_bytes=sum(costs.gradient_bytes[ref] for ref in stage.receives if carries_gradient(program, ref)),
         unshard_s=sum(cost.moves.unshard_s for cost in each) + sum(p.unshard_s for p in parameters),
         reduce_s=sum(cost.moves.reduce_s for cost in each) + sum(p.reduce_s for p in parameters),
-        static_bytes=sum(parameter.static_bytes for parameter in parameters),
+        static_bytes=sum(parameter.static_bytes for parameter in parameters) + kept,
         held_bytes=sum(parameter.held_bytes for parameter in parameters),
         saved_bytes=held.saved_bytes,
         input_bytes=held.freed_bytes,

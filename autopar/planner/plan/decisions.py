@@ -41,6 +41,9 @@ class Decisions:
         Raises:
             AutoparError: the program is not the one that was planned (another model, shape or version).
         """
+        made = {(n, i) for n, call in enumerate(program.calls) for i in range(len(program.region(call.region).outputs))}
+        if self.placement.values.keys() != made:
+            raise _other_program("the calls of its regions")
         regions = {}
         for region in program.regions:
             known = self.operators.get(region.name, {})

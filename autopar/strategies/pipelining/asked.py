@@ -35,6 +35,25 @@ def asked_schedule(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
     return replace(found, name=spec.schedule)
 
 
+def forwards(spec: PipelineSpec, num_ranks: int) -> Schedule:
+    """The forward alone, of one microbatch, on the ranks on which a wish has its stages in training: parameters stay
+    where they are. Where it leaves that open, a stage a rank: more would send more, and gain nothing.
+
+    Raises:
+        AutoparError: stages that its schedule does not take, a CSV that is no schedule for these ranks.
+    """
+    check_asked(spec, num_ranks)
+    wanted = stages_per_rank(spec, num_ranks)
+    if spec.rank_of:
+        rank_of = spec.rank_of
+    elif spec.schedule in ("auto", greedy.NAME):
+        rank_of = tuple(range(num_ranks)) * (wanted or 1)
+    else:
+        num = num_microbatches_of(spec) if spec.is_file else num_ranks * (wanted or 2)
+        rank_of = asked_schedule(spec, num_ranks, num).rank_of
+    return schedules.forwards(num_ranks, rank_of)
+
+
 def stages_per_rank(spec: PipelineSpec, num_ranks: int) -> int | None:
     """As asked, or as many as the cut makes; None for any."""
     if spec.stages_per_rank is not None or not spec.cut or (len(spec.cut) + 1) % num_ranks:

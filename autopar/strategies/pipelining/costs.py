@@ -12,11 +12,11 @@ class StageCost:
 
     backward_s: both halves at once. input_s, weight_s: its halves. forward_bytes: sent to the next stage,
     backward_bytes to the one before. unshard_s, reduce_s: of the gathers and gradient reductions of a step.
-    static_bytes: parameters, gradients and optimizer states, all the time. held_bytes: of parameters gathered for the
-    step, from UNSHARD to RESHARD. saved_bytes: what the backward needs, from F to the end of B or W. input_bytes: the
-    part of it that the input half (I) frees. kept_bytes: what I leaves for W. forward_working_bytes,
-    backward_working_bytes: beyond these, while it computes. update_s: of the optimizer. add_s: of backward_s, and of
-    weight_s, what adding gradients to those of other microbatches takes.
+    static_bytes: parameters, gradients, optimizer states, caches and outputs that are kept, all the time. held_bytes:
+    of parameters gathered for the step, from UNSHARD to RESHARD. saved_bytes: what the backward needs, from F to the
+    end of B or W. input_bytes: the part of it that the input half (I) frees. kept_bytes: what I leaves for W.
+    forward_working_bytes, backward_working_bytes: beyond these, while it computes. update_s: of the optimizer. add_s:
+    of backward_s, and of weight_s, what adding gradients to those of other microbatches takes.
     """
 
     forward_s: float

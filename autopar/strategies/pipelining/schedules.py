@@ -25,6 +25,8 @@ from autopar.strategies.pipelining.check import check, check_computations, run
 from autopar.strategies.pipelining.spec import MOST_BYTES, read_rows
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
+FORWARDS = "forwards"
+"""The name of the schedule of programs without a backward."""
 MOST_CELLS = 4_000_000
 """Of a CSV of actions."""
 MOST_STAGES_PER_RANK = 8
@@ -277,6 +279,18 @@ def forward_only(schedule: Schedule) -> Schedule:
         for actions in schedule.order
     ]
     return _with_communication(schedule.name, schedule.num_microbatches, schedule.rank_of, order, backward=False)
+
+
+def forwards(num_ranks: int, rank_of: Sequence[int]) -> Schedule:
+    """One forward of one microbatch through all stages, for programs that have no backward: prompts and tokens.
+
+    rank_of: stage -> rank, of `num_ranks`.
+    """
+    order = [
+        [Action(stage, Kind.FORWARD, 0) for stage, owner in enumerate(rank_of) if owner == rank]
+        for rank in range(num_ranks)
+    ]
+    return _with_communication(FORWARDS, 1, tuple(rank_of), order, backward=False)
 
 
 def from_csv(source: str | Path, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -23,8 +23,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", 
 class PipelineSpec:
     """schedule: `auto` (whichever is predicted fastest), one of `SCHEDULES`, or the path of a CSV of actions.
     stages_per_rank: None for the schedule's own number, or any that is best. cut: the first block of each stage but the
-    first (`model.layers.8`, or the number of a call); empty: where it balances. rows: the text of the CSV, once it is
-    read: a saved plan needs no file. rank_of: stage -> rank, of a schedule that may have them in several ways.
+    first (`model.layers.8`; `model.layers.8#2` where it is used for the second time; or the number of a call); empty:
+    where it balances. rows: the text of the CSV, once it is read: a saved plan needs no file. rank_of: stage -> rank,
+    of a schedule that may have them in several ways.
     """
 
     schedule: str = "auto"
@@ -58,6 +59,11 @@ class PipelineSpec:
         inner = [] if self.schedule == "auto" and not self.stages_per_rank else [self.schedule]
         inner += [str(self.stages_per_rank)] if self.stages_per_rank else []
         return f"pipeline({', '.join(inner)})" if inner else "pipeline"
+
+
+def nth_of(name: str, before: int) -> str:
+    """A block as a cut names it that stands `before` times in front of it already."""
+    return f"{name}#{before + 1}" if before else name
 
 
 def read_rows(path: str | Path) -> str:
