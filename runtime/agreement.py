@@ -382,7 +382,9 @@ def _values(x: Tensor, device: torch.device) -> Tensor:
 
 
 def call_of(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """A forward of the model, as ranks compare it."""
+    """A forward of the model, as ranks compare it: by name, whatever order a script hands its inputs in (libraries
+    walk through sets of names, which each process has in an order of its own).
+    """
     named = tree_leaves_with_path({**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs})
     modes, trained, graded = list[bool](), list[bool](), list[bool]()
     for module in model.modules():
@@ -390,4 +392,4 @@ def call_of(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[
         held = [p for p in module._parameters.values() if p is not None]
         trained += [p.requires_grad for p in held]
         graded += [p.grad is not None for p in held]
-    return Call(number, dict(named), modes, trained=trained, graded=graded)
+    return Call(number, dict(sorted(named, key=lambda each: each[0])), modes, trained=trained, graded=graded)

@@ -175,3 +175,11 @@ def test_how_an_optimizer_computes_is_no_setting() -> None:
         own.note(torch.optim.SGD([parameter], **options))  # type: ignore[arg-type]
         found.append(own.settings)
     assert found[0] == found[1] != found[2]
+
+
+def test_inputs_are_compared_by_name_in_whatever_order_they_come() -> None:
+    """Breaks if ranks whose script walks through a set of names are said to have other inputs than each other."""
+    model, batch = torch.nn.Linear(2, 2), {"ids": torch.zeros(2), "mask": torch.ones(2)}
+    first = agreement.call_of(0, model, (), batch)
+    other = agreement.call_of(0, model, (), dict(reversed(batch.items())))
+    assert list(first.inputs) == list(other.inputs)
