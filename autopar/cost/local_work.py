@@ -15,6 +15,7 @@ from autopar.ir.region import NodeStrategy
 from autopar.ir.rule import Dims, Rule
 from autopar.ir.sharding import num_pieces
 from autopar.ir.tensor_type import TensorType
+from autopar.operators.rules.experts import EXPERTS_BACKWARD
 
 _CLASSES = {"conv": "convolution"}
 _BACKWARD = "autopar.attention_backward"
@@ -38,10 +39,11 @@ def local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence
         kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
         shape, variant = _attention_shape(rule, strategy.choices, sizes), _attention_variant(call)
         return lambda flops: Work(kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant)
-    dims = None
-    if kind == "matmul":
-        dims_of = _expert_dims if call.name.startswith(_EXPERTS) else _product_dims
-        dims = dims_of(rule, strategy.choices, sizes)
+    if call.name.startswith(_EXPERTS):
+        dims = _expert_dims(rule, strategy.choices, sizes)
+        around = _bytes_around_experts(call, rule, strategy.choices, sizes)
+        return lambda flops: Work(kind, dtype, flops, moved, dims, name, around_bytes=around * flops)
+    dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
 
 
@@ -86,6 +88,23 @@ def _expert_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     sent = math.prod(size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange")
     rows = local["t"] * sent * local["k"] / rule.sizes["e"]
     return max(1.0, rows), local["f"] * local.get("g", 1.0), local["d"], local["e"]
+
+
+def _bytes_around_experts(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:
+    """For each floating point operation of experts here, what is read and written beside their products: rows are
+    brought together by experts, activated, and brought back to tokens, each once. The gradient does the first two
+    again, brings the gradients' rows too, and the activation's backward and that of the weights read both.
+
+    Of a row of D features whose products have C columns and F behind the activation: forward 2 D + C + F elements,
+    backward 3 D + 3 C + 4 F.
+    """
+    local = _local_sizes(rule, choices, sizes)
+    hidden, width = local["d"], local["f"]
+    columns = width * local.get("g", 1.0)
+    flops, elements = 2 * hidden * (columns + width), 2 * hidden + columns + width
+    if call.name != "autopar.experts.default":
+        flops, elements = flops * EXPERTS_BACKWARD, 3 * hidden + 3 * columns + 4 * width
+    return elements * call.operands[0].dtype.itemsize / flops
 
 
 def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str, float]:

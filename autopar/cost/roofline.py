@@ -59,13 +59,18 @@ def collective_time_s(kind: CollectiveKind, num_bytes: float, n: int, link: Link
            (NCCL offers NVLS to groups of three and more: src/transport/nvls.cc).
     A ring gets the link's bandwidth; all-to-all and permute get a single device's wire. Where each pair of devices has
     its own wire, a ring gets at most n−1 of them, permute one. A kind that was measured has its own α and β for rings,
-    and no other algorithm.
+    and no other algorithm. Of an all-to-all that leaves a node, what goes to the n−m ranks in others takes the wire, and
+    meanwhile what stays the node's link: max(bytes_sent·(n−m)/(n−1)/β, bytes_sent·(m−1)/(n−1)/β_node).
     """
     sent = collective_bytes(kind, num_bytes, n)
     if n == 1:
         return 0.0
+    inside_s = 0.0
+    if kind == "all_to_all" and 1 < link.members < n and link.inside_bandwidth_bytes_per_s:
+        inside_s = sent * (link.members - 1) / (n - 1) / link.inside_bandwidth_bytes_per_s
+        sent *= (n - link.members) / (n - 1)
     if (own := link.of(kind)) is not None:
-        return launch_s + num_steps(kind, n) * own.latency_s + sent / own.bandwidth_bytes_per_s
+        return launch_s + num_steps(kind, n) * own.latency_s + max(sent / own.bandwidth_bytes_per_s, inside_s)
     ring, alpha, direct = link.bandwidth_bytes_per_s, link.latency_s, link.direct_bandwidth_bytes_per_s
     if direct is not None:
         ring = min(ring, direct * (n - 1))
@@ -73,7 +78,7 @@ def collective_time_s(kind: CollectiveKind, num_bytes: float, n: int, link: Link
         wire = link.wire_bandwidth_bytes_per_s or ring
         if direct is not None:
             wire = direct if kind == "permute" else ring
-        return launch_s + num_steps(kind, n) * alpha + sent / wire
+        return launch_s + num_steps(kind, n) * alpha + max(sent / wire, inside_s)
     taken = launch_s + num_steps(kind, n) * alpha + sent / ring
     if kind == "all_reduce":
         taken = min(taken, launch_s + 2 * math.ceil(math.log2(n)) * alpha + 2 * num_bytes / ring)
@@ -90,6 +95,7 @@ class Work:
     dims: of a product (m, n, k, batch); of an attention (rows, seen keys, head size, whether all keys are seen), where
     rows are batch · heads · queries, and seen keys the average over queries; else nothing.
     variant: of an attention that kernels may not take: `softcap`, `dropout`, `bias`, `masked`; else "".
+    around_bytes: read and written by kernels before, between and behind its products, which wait for each other.
     name: the operator's base name (`silu_backward`), for profiles that have its speed.
     """
 
@@ -100,12 +106,13 @@ class Work:
     dims: tuple[float, float, float, float] | None = None
     name: str = ""
     variant: str = ""
+    around_bytes: float = 0.0
 
 
 def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> float:
     """Seconds for one operator on local shapes; for a view what the host takes for it, where that is waited for.
 
-    launch + max(time of the FLOPs, time of the bytes). FLOPs: products and attention by their curves
+    launch + max(time of the FLOPs, time of the bytes) + time of the bytes around. FLOPs: products and attention by their curves
     (`autopar.curves`), an operator with a rate of its own by that, else flops / (peak(dtype) · efficiency(op_class)).
     Bytes: moved_bytes / what the memory gives for so many. Raises ValueError for an unknown class.
 
@@ -116,7 +123,8 @@ def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> 
         return hardware.view_s
     memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
     flops_s = _flops_time_s(work, hardware) / (hardware.kept_speed(work.op_class) if in_step else 1.0)
-    return hardware.launch_overhead_s + max(flops_s, memory_s)
+    around_s = work.around_bytes / hardware.memory_bytes_per_s(work.around_bytes) if work.around_bytes else 0.0
+    return hardware.launch_overhead_s + max(flops_s, memory_s) + around_s
 
 
 def _flops_time_s(work: Work, hardware: Hardware) -> float:

@@ -41,6 +41,8 @@ class Link:
     a device of a group of n has n − 1 of them. None: a switch, every device reaches any other at full speed.
     nvls_bandwidth_bytes_per_s, nvls_latency_s: bytes a second of an all-reduce that the switch sums (NVLink SHARP), as
     tensor bytes over seconds, and its latency. None: there is none.
+    members, inside_bandwidth_bytes_per_s: of a group that leaves its node, how many of it a device has in its own node,
+    itself among them, and at what speed it reaches these; of any other, 1.
     measured: collectives that have numbers of their own; they replace all of the above for their kind.
     """
 
@@ -51,6 +53,8 @@ class Link:
     direct_bandwidth_bytes_per_s: float | None = None
     nvls_bandwidth_bytes_per_s: float | None = None
     nvls_latency_s: float = 0.0
+    members: int = 1
+    inside_bandwidth_bytes_per_s: float | None = None
     measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:

@@ -134,7 +134,8 @@ class Mesh:
         network cards together (as NCCL's rings do), and only one of its g steps crosses nodes. All D/g groups of the
         axis that have members in a node move their data at once and share the cards, so that each gets g·C/D of them:
             bandwidth = min(node bandwidth, g · C/D · card),   latency = (network + (g − 1) · node) / g,
-        and one device by itself, in all-to-alls and single messages, C/D of a card.
+        and one device by itself, in all-to-alls and single messages, C/D of a card. Those of a group that are in one
+        node (of the node with fewest, where they are not as many in each) reach each other over the node's link.
         """
         if self.whole is not None and axis in self.whole.axis_names:
             return self.whole.link(axis)
@@ -146,7 +147,15 @@ class Mesh:
         wire = network.bandwidth_bytes_per_s * (hardware.network_cards / devices)
         bandwidth = min(node.bandwidth_bytes_per_s, members * wire) if members > 1 else wire
         latency = (network.latency_s + (members - 1) * node.latency_s) / members
-        return replace(network, bandwidth_bytes_per_s=bandwidth, latency_s=latency, wire_bandwidth_bytes_per_s=wire)
+        fewest = max(1, math.gcd(stride * self.size(axis), devices) // stride)
+        return replace(
+            network,
+            bandwidth_bytes_per_s=bandwidth,
+            latency_s=latency,
+            wire_bandwidth_bytes_per_s=wire,
+            members=fewest,
+            inside_bandwidth_bytes_per_s=_all_to_all_bandwidth(node, fewest),
+        )
 
     def crosses_nodes(self, axis: str) -> bool:
         """Whether a group of the axis leaves a node."""
@@ -190,6 +199,16 @@ def _check_axes(pairs: tuple[tuple[str, int], ...]) -> None:
             raise AutoparError(
                 f"The mesh axis {name} has the size {size}", values=f"Given: {given}", remedy="Sizes start at 1"
             )
+
+
+def _all_to_all_bandwidth(node: Link, members: int) -> float:
+    """Bytes a second that one device sends to others of its node, as many as there are members less itself."""
+    if node.direct_bandwidth_bytes_per_s is not None:
+        return min(node.bandwidth_bytes_per_s, node.direct_bandwidth_bytes_per_s * max(1, members - 1))
+    own = node.of("all_to_all")
+    return (
+        own.bandwidth_bytes_per_s if own is not None else node.wire_bandwidth_bytes_per_s or node.bandwidth_bytes_per_s
+    )
 
 
 @functools.cache

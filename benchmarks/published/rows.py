@@ -20,6 +20,8 @@ from autopar.machine.hardware import FUSED_KERNELS
 FOLDER = Path(__file__).parent
 CHOICES = "choices"
 """The file of configurations that experts chose; it has no measurements."""
+MIXTURES = "mixtures"
+"""The file of mixtures of experts, whose rows have other words (`mixtures.py`)."""
 METRICS = ("tokens_per_s_per_gpu", "step_s", "tflops_per_s_per_gpu", "mfu")
 """What a row may publish, the most direct first."""
 RECOMPUTE = ("none", "selective", "full", "products", "blocks", "attention", "whole")
@@ -248,7 +250,7 @@ def load(names: Sequence[str] = ()) -> list[Row]:
 
     Raises AutoparError for an unknown source, and for a row that is damaged.
     """
-    files = {path.stem: path for path in sorted(FOLDER.glob("*.toml")) if path.stem != CHOICES}
+    files = {path.stem: path for path in sorted(FOLDER.glob("*.toml")) if path.stem not in (CHOICES, MIXTURES)}
     for name in names:
         if name not in files:
             raise AutoparError(f"there is no source {name!r}", remedy=f"use {', '.join(files)}")

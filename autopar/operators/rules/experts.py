@@ -6,7 +6,7 @@ from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule
 from autopar.operators.rules.registry import bind, rule
 
-_BACKWARD = 8 / 3
+EXPERTS_BACKWARD = 8 / 3
 """The gradient's products for each of the forward's: with a gate 16 of 6, without 10 of 4."""
 
 
@@ -34,7 +34,7 @@ def _experts_grad(call: OpCall) -> Rule:
     text = f"t d, t d, t k, t k, {first}, {second}{last} -> t d, t k, {first}, {second}{last} "
     stays = "4 5 6" if last else "4 5"
     text += f"| {_marks(call)}, t sum, e sum, f sum, t exchange e {stays} | linear 0"
-    flops = _BACKWARD * _flops(call, 1)
+    flops = EXPERTS_BACKWARD * _flops(call, 1)
     return bind(call, text, op_class="matmul", flops=flops, offset_args=((call.path("start"), "e"),))
 
 
