@@ -40,9 +40,8 @@ def local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence
         shape, variant = _attention_shape(rule, strategy.choices, sizes), _attention_variant(call)
         return lambda flops: Work(kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant)
     if call.name.startswith(_EXPERTS):
-        dims = _expert_dims(rule, strategy.choices, sizes)
-        around = _bytes_around_experts(call, rule, strategy.choices, sizes)
-        return lambda flops: Work(kind, dtype, flops, moved, dims, name, around_bytes=around * flops)
+        own, around = _expert_dims(rule, strategy.choices, sizes), _bytes_around(call, rule, strategy.choices, sizes)
+        return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
 
@@ -90,7 +89,7 @@ def _expert_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     return max(1.0, rows), local["f"] * local.get("g", 1.0), local["d"], local["e"]
 
 
-def _bytes_around_experts(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:
+def _bytes_around(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:
     """For each floating point operation of experts here, what is read and written beside their products: rows are
     brought together by experts, activated, and brought back to tokens, each once. The gradient does the first two
     again, brings the gradients' rows too, and the activation's backward and that of the weights read both.

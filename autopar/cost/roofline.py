@@ -59,8 +59,8 @@ def collective_time_s(kind: CollectiveKind, num_bytes: float, n: int, link: Link
            (NCCL offers NVLS to groups of three and more: src/transport/nvls.cc).
     A ring gets the link's bandwidth; all-to-all and permute get a single device's wire. Where each pair of devices has
     its own wire, a ring gets at most n−1 of them, permute one. A kind that was measured has its own α and β for rings,
-    and no other algorithm. Of an all-to-all that leaves a node, what goes to the n−m ranks in others takes the wire, and
-    meanwhile what stays the node's link: max(bytes_sent·(n−m)/(n−1)/β, bytes_sent·(m−1)/(n−1)/β_node).
+    and no other algorithm. Of an all-to-all that leaves a node, what goes to the n−m ranks in others takes the wire,
+    and meanwhile what stays the node's link: max(bytes_sent·(n−m)/(n−1)/β, bytes_sent·(m−1)/(n−1)/β_node).
     """
     sent = collective_bytes(kind, num_bytes, n)
     if n == 1:
@@ -112,8 +112,8 @@ class Work:
 def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> float:
     """Seconds for one operator on local shapes; for a view what the host takes for it, where that is waited for.
 
-    launch + max(time of the FLOPs, time of the bytes) + time of the bytes around. FLOPs: products and attention by their curves
-    (`autopar.curves`), an operator with a rate of its own by that, else flops / (peak(dtype) · efficiency(op_class)).
+    launch + max(time of the FLOPs, time of the bytes) + time of the bytes around. FLOPs: products and attention by
+    their curves (`autopar.curves`), an operator with a rate by that, else flops / (peak(dtype) · efficiency(op_class)).
     Bytes: moved_bytes / what the memory gives for so many. Raises ValueError for an unknown class.
 
     in_step: not by itself for a moment, but among others in a run of minutes, where products and attention are slower

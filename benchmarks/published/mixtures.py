@@ -4,7 +4,7 @@
 
 Every row is planned on meta by the strategy of autopar's that does the same; no GPU is used. Where sources compare
 configurations, ratios of speeds and the order are told, where they say speeds, these. What no plan of autopar's says
-(`Row.copies`, `rows`, `reduced`, `waited`) is priced beside the plan, by the same cost model; nothing is fitted.
+(`Row.copies`, `rows`, `shares`, `reduced`, `waited`) is priced beside it, by the same cost model; nothing is fitted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,6 +33,7 @@ from autopar.base.errors import AutoparError
 from autopar.cost.call_times import calls_of
 from autopar.cost.collectives import collectives
 from autopar.cost.estimate import Cost
+from autopar.cost.roofline import collective_time_s
 from autopar.cost.step_time import CallTime, Chain, Lane, step_walk
 from autopar.ir.program import Program
 from autopar.machine.hardware import FUSED_KERNELS, Hardware
@@ -55,7 +57,8 @@ class Row:
 
     model: class and configuration of transformers'. mesh: axes, slowest link first. strategy: a name for each.
     published: `tokens_per_s` of all GPUs or `tokens_per_s_per_gpu`, and `memory_gib`. recompute: of `rematerialize`.
-    copies, rows, reduced, waited: as the file's head says. imbalance: of experts; None: the profile's.
+    copies, rows, shares, reduced, waited: as the file's head says. imbalance: of experts; None: the profile's.
+    unchecked: autopar's checker refuses the program (the file says why), which is priced all the same.
     """
 
     id: str
@@ -74,8 +77,10 @@ class Row:
     slower_than: str = ""
     copies: str = "ranks"
     rows: int = PLANNED_ROWS
+    shares: str = ""
     reduced: bool = False
     waited: bool = False
+    unchecked: bool = False
     imbalance: float | None = None
     kernels: tuple[str, ...] = FUSED_KERNELS
     optimizer: str = "foreach"
@@ -142,19 +147,20 @@ def predict(row: Row, layers: int | None = None) -> Prediction:
     model, config = _model(row, layers)
     times = row.microbatches if row.reduced else 1
     ids = torch.zeros((row.global_batch // times, row.sequence), dtype=torch.int64, device="meta")
-    made = autopar.plan(
-        model,
-        autopar.Mesh(row.mesh, hardware=_hardware(row)),
-        example_inputs={"input_ids": ids, "labels": ids},
-        strategy=_strategy(row),
-        precision="bf16",
-        memory_limit=NO_LIMIT,
-        rematerialize=row.recompute,
-        microbatches=row.microbatches // times,
-    )
+    with patch.dict(os.environ, {"AUTOPAR_CHECK": "0"} if row.unchecked else {}):
+        made = autopar.plan(
+            model,
+            autopar.Mesh(row.mesh, hardware=_hardware(row)),
+            example_inputs={"input_ids": ids, "labels": ids},
+            strategy=_strategy(row),
+            precision="bf16",
+            memory_limit=NO_LIMIT,
+            rematerialize=row.recompute,
+            microbatches=row.microbatches // times,
+        )
     assert made.program is not None
     cost = made.cost
-    beside_s = exchange_seconds(row, made.program, cost, config)
+    beside_s = exchange_seconds(row, made.program, cost, config) + restoring_seconds(row, made.program, config)
     if row.waited:
         beside_s += waited_seconds(made.program) - (cost.step_time_s - cost.optimizer_s)
     step_s = times * (cost.step_time_s - cost.optimizer_s + beside_s) + cost.optimizer_s
@@ -215,14 +221,39 @@ def exchange_seconds(row: Row, program: Program, cost: Cost, config: Any) -> flo
     exchanges = [each for each in _busiest(program) if each.kind == "exchange"]
     if not exchanges:
         return 0.0
-    ranks = program.on_mesh.size(exchanges[0].axis)
-    experts = next(
-        getattr(config, name) for name in ("n_routed_experts", "num_local_experts", "num_experts") if hasattr(config, name)
-    )  # fmt: skip
-    share = copies_of_token(row.copies, experts, config.num_experts_per_tok, ranks) * row.rows / PLANNED_ROWS
-    share /= ranks_of_token(experts, config.num_experts_per_tok, ranks)
+    ranks, experts = program.on_mesh.size(exchanges[0].axis), _num_experts(config)
+    planned = PLANNED_ROWS * ranks_of_token(experts, config.num_experts_per_tok, ranks)
+    sent = row.rows * copies_of_token(row.copies, experts, config.num_experts_per_tok, ranks)
+    share = sent / row.mesh.get(row.shares, 1) / planned
     busy = cost.compute_s + cost.communication_s - cost.hidden_s
     return (share - 1.0) * sum(each.seconds for each in exchanges) * (busy + cost.waiting_s) / busy
+
+
+def restoring_seconds(row: Row, program: Program, config: Any) -> float:
+    """Of a step in which the ranks of an axis (`Row.shares`) share the choices of their tokens: R rows, one for each
+    choice, are gathered and their gradients summed over the axis, in every layer.
+
+    Then each choice's rows are weighted and added to its tokens by themselves: forward 7 times the bytes of R rows
+    (weights 2, rows that are picked 2, added 3), backward 7 + 4 K (added 2, weights 6, picked 2 + K and 3 (K - 1) for
+    the sum of as many gradients), all read and written once.
+    """
+    if not row.shares:
+        return 0.0
+    forwards = sum(each.times for each in _busiest(program) if each.kind == "exchange" and each.phase == "forward")
+    chosen, mesh = config.num_experts_per_tok, program.on_mesh
+    size, link, launch_s = row.mesh[row.shares], mesh.link(row.shares), mesh.hardware.collective_launch_s
+    tokens = row.global_batch * row.sequence / row.microbatches / (row.gpus / size)
+    rows_bytes = tokens * chosen * config.hidden_size * torch.bfloat16.itemsize
+    moved = (14 + 4 * chosen) * rows_bytes
+    each_s = moved / mesh.hardware.memory_bytes_per_s(moved)
+    each_s += collective_time_s("all_gather", rows_bytes, size, link, launch_s)
+    each_s += collective_time_s("all_reduce", rows_bytes, size, link, launch_s)
+    return forwards * each_s
+
+
+def _num_experts(config: Any) -> int:
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    return next(int(getattr(config, name)) for name in names if hasattr(config, name))
 
 
 def copies_of_token(copies: str, experts: int, chosen: int, ranks: int) -> float:
@@ -329,8 +360,7 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], found: Mapping[str, Predi
         "# Back-tests of mixtures of experts",
         f"Predicted against published, by `benchmarks/published/mixtures.py`, {pages.machine()}. {_METHOD}",
         "\n".join(f"- {each['id']}: {each['name']}, {each['url']}" for each in data["sources"]),
-        "Ratios of speeds, where a source compares configurations of one model (by each pair the faster first), or says "
-        "no more than which is faster:",
+        "Ratios of speeds, where a source compares configurations of one model, or says no more than which is faster:",
         pages.table(("the faster", "the slower", "published", "predicted", "off", "order"), _ratio_lines(rows, speeds)),
         "Tokens/s/GPU and memory of the fullest rank:",
         pages.table(
@@ -357,7 +387,7 @@ _METHOD = (
 
 
 def _ratio_lines(rows: Sequence[Row], speeds: Mapping[str, float]) -> list[tuple[str, ...]]:
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for each in ratios(rows, speeds):
         published = "faster" if each.published is None else f"{each.published:.3f}"
         off = "" if each.off is None else f"{each.off:+.1%}"

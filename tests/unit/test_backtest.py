@@ -54,9 +54,9 @@ def test_files_say_where_they_come_from() -> None:
         if path.stem == published_rows.CHOICES:
             assert all(each["citation"] and each["id"] for each in (*data["choices"], *data["guidance"]))
             continue
-        source = data["source"]
-        for address in (source["url"], *source.get("also", ())):
-            assert "github.com" not in address or re.search(r"/[0-9a-f]{40}/", address)
+        for source in data["sources"] if path.stem == published_rows.MIXTURES else (data["source"],):
+            for address in (source["url"], *source.get("also", ())):
+                assert "github.com" not in address or re.search(r"/[0-9a-f]{40}/|/pull/[0-9]+", address)
 
 
 def test_choices_multiply_to_their_gpus() -> None:

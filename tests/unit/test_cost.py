@@ -66,6 +66,30 @@ def test_all_to_all_gets_one_wire() -> None:
     assert collective_time_s("all_gather", 16e9, 16, link, 0.0) == pytest.approx(15 / 8)
 
 
+def test_an_all_to_all_leaves_a_node_with_what_others_get() -> None:
+    """Breaks if what stays in a node takes the network's wire, or does not travel at the same time: 16 ranks, 8 a node,
+    send 15 parts each, 8 of them to the other node.
+    """
+    link = Link(8e9, 0.0, wire_bandwidth_bytes_per_s=1e9, members=8, inside_bandwidth_bytes_per_s=10e9)
+    assert collective_time_s("all_to_all", 16e9, 16, link, 0.0) == pytest.approx(8)
+    slow = replace(link, inside_bandwidth_bytes_per_s=0.5e9)
+    assert collective_time_s("all_to_all", 16e9, 16, slow, 0.0) == pytest.approx(14)
+    own = replace(link, measured=(Measured("all_to_all", 0.0, 2e9),))
+    assert collective_time_s("all_to_all", 16e9, 16, own, 0.0) == pytest.approx(4)
+    for kind in ("all_gather", "permute"):
+        assert collective_time_s(kind, 16e9, 16, link, 0.0) == collective_time_s(
+            kind, 16e9, 16, replace(link, members=1), 0.0
+        )
+
+
+def test_bytes_around_a_product_wait_for_it() -> None:
+    """Breaks if what kernels before and behind a product move hides beside it."""
+    h100 = profiles.load("h100")
+    work = Work("matmul", "bfloat16", 1e12, 1e6, (4096, 4096, 4096, 1))
+    more = compute_time_s(replace(work, around_bytes=1e9), h100) - compute_time_s(work, h100)
+    assert more == pytest.approx(1e9 / h100.memory_bytes_per_s(1e9))
+
+
 def test_bad_arguments() -> None:
     """Breaks if an unknown collective or an empty group is priced as something."""
     with pytest.raises(ValueError, match="'gather'"):

@@ -88,6 +88,32 @@ def test_experts_are_products_of_their_share_of_the_rows(choice: Choice, dims: t
     assert work.dims == dims
 
 
+@pytest.mark.parametrize(
+    ("choice", "elements"),
+    [
+        (NONE, 320 * (2 * 6 + 24 + 12)),
+        (Choice("factor", "t"), 80 * (2 * 6 + 24 + 12)),
+        (Choice("factor", "e"), 80 * (2 * 6 + 24 + 12)),
+        (Choice("factor", "f"), 320 * (2 * 6 + 6 + 3)),
+    ],
+    ids=str,
+)
+def test_rows_of_experts_are_moved_beside_their_products(choice: Choice, elements: int) -> None:
+    """Breaks if bringing rows together, the activation and bringing them back cost nothing, or do not follow what a
+    rank has: 160 tokens with 2 experts each, of 6 features, 24 columns and 12 behind the activation.
+    """
+    meta = {"device": "meta", "dtype": torch.float32}
+    numbers = torch.empty(160, 2, device="meta", dtype=torch.int64)
+    given = (torch.empty(160, 6, **meta), numbers, torch.empty(160, 2, **meta))
+    parameters = (torch.empty(8, 24, 6, **meta), torch.empty(8, 6, 12, **meta))
+    options: dict[str, Any] = {"choices": (NONE, choice), "act": "mul(silu(gate), up)"}
+    work = work_of(OWN.experts.default, *given, *parameters, **options)
+    assert work.around_bytes == pytest.approx(4 * elements)
+    grad = work_of(OWN.experts_grad.default, given[0], *given, *parameters, **options)
+    rows, columns = (80 if choice.factor in ("t", "e") else 320), (6 if choice.factor == "f" else 24)
+    assert grad.around_bytes == pytest.approx(4 * rows * (3 * 6 + 3 * columns + 4 * columns / 2))
+
+
 def test_groups_share_the_rows() -> None:
     """Breaks if each expert's product is taken to have all rows."""
     work = work_of(

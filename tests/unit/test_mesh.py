@@ -107,6 +107,21 @@ def test_a_ring_through_nodes_uses_all_its_cards() -> None:
     assert Mesh({"dp": 64}).link("dp").bandwidth_bytes_per_s == min(8 * wire, h100.node.bandwidth_bytes_per_s)
 
 
+def test_a_group_knows_how_many_of_it_are_in_a_node() -> None:
+    """Breaks if all-to-alls over several nodes are priced as if each rank were in its own, or all in one."""
+    h100 = profiles.load("h100")
+    whole = Mesh({"dp": 64}).link("dp")
+    assert (whole.members, whole.inside_bandwidth_bytes_per_s) == (8, h100.node.bandwidth_bytes_per_s)
+    assert Mesh({"dp": 32, "tp": 2}).link("dp").members == 4
+    assert Mesh({"dp": 32, "tp": 8}).link("dp").members == 1
+    assert Mesh({"dp": 12}).link("dp").members == 4  # 8 in one node, 4 in another
+    assert h100.node.members == 1 and Mesh({"dp": 8}).link("dp").inside_bandwidth_bytes_per_s is None
+    mi300x = profiles.load("mi300x")
+    wired = Mesh({"dp": 32, "tp": 2}, hardware=mi300x).link("dp")
+    assert mi300x.node.direct_bandwidth_bytes_per_s is not None
+    assert wired.inside_bandwidth_bytes_per_s == 3 * mi300x.node.direct_bandwidth_bytes_per_s
+
+
 def test_groups_share_the_cards_of_a_node() -> None:
     """Breaks if all groups of an axis get a node's cards for themselves, or a device a card."""
     two_cards = profiles.load("h100:2xethernet-100")
