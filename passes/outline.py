@@ -27,6 +27,7 @@ from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef
 from autopar.passes.outlining.apart import apart
+from autopar.passes.outlining.rounds import rounds
 from autopar.passes.outlining.wanted_names import library_modules, name_nodes
 
 
@@ -56,9 +57,9 @@ def outline(program: Program) -> Program:
     """Cut the one captured region into regions and calls."""
     (model,) = program.regions
     elements = _block_paths(model)
-    runs = _runs(model, elements)
     holders = [node for node in model.graph.nodes if node.op == "placeholder"]
     slot_of = dict(zip(holders, model.slots, strict=False))
+    runs = [part for run in _runs(model, elements) for part in _rounds(run, slot_of)]
     pieces = [_piece(run, slot_of, model) for run in runs]
     returned = next(node for node in model.graph.nodes if node.op == "output").args[0]
     count = len(program.outputs)
@@ -136,6 +137,11 @@ def _runs(model: Region, blocks: set[str]) -> list[_Run]:
         else:
             runs.append(_Run(path, [node]))
     return runs
+
+
+def _rounds(run: _Run, slot_of: Mapping[fx.Node, Slot]) -> list[_Run]:
+    """The rounds of a loop that lies around the blocks; a run of a block stays whole."""
+    return [run] if run.path else [_Run("", nodes) for nodes in rounds(run.nodes, slot_of)]
 
 
 def _piece(run: _Run, slot_of: Mapping[fx.Node, Slot], model: Region) -> _Piece:
