@@ -27,13 +27,21 @@ SINGLE_CELLS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A table over classes of choices: `classes[w]` is the class of each choice of node w, in the order of the axes."""
+    """A table over classes of choices: `classes[w]` is the class of each choice of node w, in the order of the axes, and
+    `sizes[w]` the number of them.
+    """
 
     classes: dict[int, IntArray]
+    sizes: dict[int, int]
+
+    @staticmethod
+    def of(classes: dict[int, IntArray]) -> Factor:
+        """With their sizes, which are asked for more often than factors are made."""
+        return Factor(classes, {w: int(each.max()) + 1 for w, each in classes.items()})
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(int(each.max()) + 1 for each in self.classes.values())
+    def cells(self) -> float:
+        return math.prod(map(float, self.sizes.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class Buckets:
 
     def __init__(self, num_choices: Sequence[int], edges: Sequence[Edge], most_cells: float = math.inf) -> None:
         self.num_choices = list(num_choices)
-        self.factors = [Factor({e.u: e.u_class, e.v: e.v_class}) for e in edges]
+        self.factors = [Factor.of({e.u: e.u_class, e.v: e.v_class}) for e in edges]
         self.buckets: list[Bucket] = []
         self.cells = self.kept = 0.0
         self._at: list[set[int]] = [set() for _ in num_choices]
@@ -141,10 +149,26 @@ class Buckets:
 
     def _growth(self, node: int) -> float:
         """The cells of the node's table, less those of what it takes the place of; the ends of chains come first."""
-        sizes = [float(classes.max()) + 1 for w, classes in self._joint(node).items() if w != node]
-        if len(sizes) < 2:
+        around: dict[int, list[Factor]] = {}
+        for index in sorted(self._at[node]):
+            factor = self.factors[index]
+            for w in factor.classes:
+                around.setdefault(w, []).append(factor)
+        around.pop(node, None)
+        if len(around) < 2:
             return -math.inf
-        return math.prod(sizes) - sum(math.prod(map(float, self.factors[index].shape)) for index in self._at[node])
+        sizes = (float(self._joint_size(w, factors)) for w, factors in around.items())
+        return math.prod(sizes) - sum(self.factors[index].cells for index in self._at[node])
+
+    def _joint_size(self, w: int, factors: Sequence[Factor]) -> int:
+        """How many joint classes a node has over these tables: no more than choices, no fewer than in one of them."""
+        most = max(factor.sizes[w] for factor in factors)
+        if len(factors) == 1 or most == self.num_choices[w]:
+            return most
+        joint = factors[0].classes[w]
+        for factor in factors[1:]:
+            joint = joint_classes(joint, factor.classes[w])[0]
+        return int(joint.max()) + 1
 
     def _eliminate(self, node: int) -> list[int]:
         """Plan the bucket of a node; returns its neighbours."""
@@ -164,7 +188,7 @@ class Buckets:
         if near:
             result = len(self.factors)
             self.kept += math.prod(map(float, shape[1:]))
-            self.factors.append(Factor(near))
+            self.factors.append(Factor(near, dict(zip(near, shape[1:], strict=True))))
             for w in near:
                 self._at[w].add(result)
         self.buckets.append(Bucket(node, tuple(parts), mine, shape, result))

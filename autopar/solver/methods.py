@@ -105,7 +105,7 @@ Sought = Literal["cost", "peak", "part"]
 
 def method_for(size: Size, sought: Sought, *, priced: bool, anytime: bool = False) -> Method:
     """The method for a graph of this size. priced: it has points in time at which memory may bind."""
-    least_edges = THRESHOLDS.large_edges if anytime or not priced else THRESHOLDS.large_edges_in_brief
+    least_edges = THRESHOLDS.large_edges if anytime else THRESHOLDS.large_edges_in_brief
     if sought == "cost" and size.edges >= least_edges and (priced or size.tables == np.inf):
         return Method.LARGE
     if sought != "part" and not priced and size.tables <= THRESHOLDS.easy_cells:
