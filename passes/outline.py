@@ -3,7 +3,7 @@
 Requires: phase `captured`.
 Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one call; elements with the same graph share
     one region, if they share parameters with the same calls; what lies between is a gap region (prologue, gap,
-    epilogue). Results are unchanged.
+    epilogue), where the rounds of a long loop are calls, too (outlining/rounds.py). Results are unchanged.
 
     model: embedding, layer 0, layer 1, norm, loss  →  prologue, layer × 2, epilogue;  calls 0: prologue, 1: layer, 2:
     layer, 3: epilogue
@@ -242,13 +242,15 @@ def _type_text(node: fx.Node) -> str:
 
 
 def _region_names(regions: Mapping[str, Region], calls: Sequence[Call]) -> dict[str, str]:
-    """`layer` for `model.layers.*`, `prologue`, `epilogue`, `gap`; a number where one name would serve twice."""
+    """`layer` for `model.layers.*`, `prologue`, `loop`, `epilogue`, `gap`; numbered where one name would serve twice."""
     if len(regions) == 1:
         return dict.fromkeys(regions, "model")
     wanted: dict[str, str] = {}
     for key, region in regions.items():
         if region.module:
             wanted[key] = _block_name(region.module, [r.module for r in regions.values()])
+        elif sum(call.region == key for call in calls) > 1:
+            wanted[key] = "loop"
         elif calls[0].region == key:
             wanted[key] = "prologue"
         else:

@@ -99,7 +99,9 @@ def place(
         solution = solve(built.problem, gap=gap, time_limit_s=4 * time_limit_s)
     if not solution.choice:
         if not explain:
-            raise DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
+            error = DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
+            error.excluded = solution.excluded
+            raise error
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
     return read_solution(program, built, solution, overlap_price)
 

@@ -45,8 +45,10 @@ class DoesNotFit(AutoparError):
     """No placement was found: of the limit on memory, or of constraints that exclude each other.
 
     ratio: the bytes of the smallest that was found to those of the limit, where something was. needed_bytes: of the
-    smallest limit within which the placement would find something, as it sees the step.
+    smallest limit within which the placement would find something, as it sees the step. excluded: it is the
+    constraints, proven: no limit would help.
     """
 
     ratio: float | None = None
     needed_bytes: int | None = None
+    excluded: bool = False

@@ -26,8 +26,9 @@ Then what a user could ask for by name, so that `auto` is never slower than a na
 names do not know:
 
 5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is,
-6. what splits the sequence by name, where the least it could take is less than the best step; if one wins, `auto`
-   itself on what that one's program is prepared for (heads repeated, sequences dealt zigzag).
+6. what splits the sequence by name, where the least it could take is less than the best step, recomputing more where
+   memory is what it lacks; if one wins, `auto` itself on what that one's program is prepared for (heads repeated,
+   sequences dealt zigzag).
 
 **`auto` over the stages of a pipeline**: the placement sees them on average only.
 
@@ -121,6 +122,11 @@ class Tried:
         self.last, self.error = None, error
         if attempt.placed_by is None and not attempt.checks_limit and isinstance(error, DoesNotFit):
             self.errors.append((attempt, error))
+
+    @property
+    def excluded(self) -> bool:
+        """Whether the last attempt's strategies exclude each other: it is not for want of memory that nothing came."""
+        return isinstance(self.error, DoesNotFit) and self.error.excluded
 
     def reason(self) -> tuple[Attempt, DoesNotFit]:
         """Why nothing fits: of the last mode what the first step that was walked takes; else the last."""
@@ -320,7 +326,7 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
             if least_s(strategies, mode) >= tried.step_s:
                 break
             yield replace(asked, rematerialize=mode, placed_by=strategies, spread=spread, explain=False)
-            if tried.last is not None:
+            if tried.last is not None or tried.excluded:
                 break
     if tried.best is not None and tried.best[0].spread is not None:
         attempt = tried.best[0]

@@ -27,8 +27,8 @@ SINGLE_CELLS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A table over classes of choices: `classes[w]` is the class of each choice of node w, in the order of the axes, and
-    `sizes[w]` the number of them.
+    """A table over classes of choices: `classes[w]` is the class of each choice of node w, in the order of the axes;
+    `sizes[w]` counts them.
     """
 
     classes: dict[int, IntArray]

@@ -132,7 +132,8 @@ class Solution:
     "feasible".
     `bound` is a proven lower bound on the cost of every choice that fits (np.inf: there is none); `gap` is
     (cost - bound) / |cost|. `memory_price` is the Lagrange price of the limit in seconds a byte, summed over time: what
-    one more byte would save, to first order; 0 where the limit is slack. `seconds` is wall clock time.
+    one more byte would save, to first order; 0 where the limit is slack. `seconds` is wall clock time. `excluded`:
+    there is no choice, whatever the limit: what edges and nodes allow does not go together.
     """
 
     choice: tuple[int, ...]
@@ -144,6 +145,7 @@ class Solution:
     peak_bytes: float
     seconds: float
     conflict: Conflict | None = None
+    excluded: bool = False
 
 
 def relative_gap(cost: float, bound: float) -> float:

@@ -88,13 +88,14 @@ def solve(
     # What is eliminated once need not be small; what is priced again and again should be.
     graph = presolve(full) if num_points else presolve(full, rounds=1)
     conflict: Conflict | None = None
+    excluded = isinstance(graph, Domains)
     if isinstance(graph, Domains):
         search.raise_bound(np.inf, "consistency")
     else:
         minimise(graph, search, np.zeros(num_points), lambda: _find_fitting(problem, search))
     if explain and search.choice is None and search.bound == np.inf:
         conflict = _conflict(problem, search.deadline, clock)
-    return _solution(problem, search, conflict, clock() - start)
+    return _solution(problem, search, conflict, excluded, clock() - start)
 
 
 def minimum_peak(problem: AssignmentProblem, *, gap: float = 1e-3, time_limit_s: float = 60.0) -> PeakResult:
@@ -233,10 +234,12 @@ def _forbidden_conflict(problem: AssignmentProblem) -> Conflict:
     return Conflict(message, nodes, edges)
 
 
-def _solution(problem: AssignmentProblem, search: Search, conflict: Conflict | None, seconds: float) -> Solution:
+def _solution(
+    problem: AssignmentProblem, search: Search, conflict: Conflict | None, excluded: bool, seconds: float
+) -> Solution:
     if search.choice is None:
         status: Status = "infeasible" if search.bound == np.inf else "unknown"
-        return Solution((), np.inf, search.bound, np.inf, status, 0.0, 0.0, seconds, conflict)
+        return Solution((), np.inf, search.bound, np.inf, status, 0.0, 0.0, seconds, conflict, excluded)
     cost = problem.evaluate(search.choice)
     bound = min(search.bound, cost)
     gap = relative_gap(cost, bound)

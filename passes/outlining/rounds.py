@@ -9,6 +9,7 @@ that is expensive would be done for every step of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,7 +21,7 @@ FEWEST = 8
 
 def rounds(nodes: Sequence[fx.Node], parameters: Mapping[fx.Node, object]) -> list[list[fx.Node]]:
     """The nodes of a run, cut before each call of the outermost module with parameters that is called most often; whole
-    where none is called `FEWEST` times.
+    where none is called `FEWEST` times, or less than half of the rounds are alike.
 
     Whole numbers and truth values that no later call needs (whether the loop may end, of all rounds so far) are left to
     what follows the last call: they make unequal what is equal without them.
@@ -33,6 +34,8 @@ def rounds(nodes: Sequence[fx.Node], parameters: Mapping[fx.Node, object]) -> li
     late = _late(nodes[:end], set(nodes[:end]))
     spans = zip([0, *cuts], [*cuts, end], strict=True)
     found = [[node for node in nodes[start:stop] if node not in late] for start, stop in spans]
+    if 2 * max(Counter(map(_likeness, found[1:])).values()) < len(found):
+        return [list(nodes)]
     found[-1] += [*(node for node in nodes if node in late), *nodes[end:]]
     return [each for each in found if each]
 
@@ -60,6 +63,11 @@ def _calls(nodes: Sequence[fx.Node], parameters: Mapping[fx.Node, object]) -> li
     often = {module: calls for module, calls in found.items() if module in owns and len(calls) >= FEWEST}
     outermost = [calls for module, calls in often.items() if not any(module.startswith(f"{o}.") for o in often)]
     return max(outermost, key=len, default=[])
+
+
+def _likeness(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """What equal rounds have in common: operators, and the types of what they make."""
+    return tuple(f"{node.target} {getattr(node.meta.get('val'), 'shape', '')}" for node in nodes)
 
 
 def _late(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:

@@ -274,3 +274,27 @@ def test_of_auto_too_the_error_is_the_last_modes() -> None:
     programs = Scripted(lambda attempt: walked(ratio[attempt.rematerialize]))
     attempt, error = run(programs).reason()
     assert attempt.rematerialize == MODES[-1] and error.ratio == 3.0
+
+
+@pytest.mark.parametrize("excluded", [True, False])
+def test_what_splits_the_sequence_computes_more_again_only_for_want_of_memory(
+    excluded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if strategies that exclude each other are tried in every mode, or those that lack memory only in one."""
+    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
+
+    class Recomputing(Scripted):
+        def recomputing(self, mode: Mode, spread: object) -> None:
+            return None
+
+        def computing_s(self, mode: Mode) -> float:
+            return 0.0
+
+    def outcome(attempt: Attempt) -> Any:
+        error = DoesNotFit("nothing was found")
+        error.excluded = excluded
+        return error
+
+    programs = Recomputing(outcome)
+    run(programs, module._contexts)
+    assert len(programs.made) == len({each.placed_by for each in programs.made}) * (1 if excluded else len(MODES))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar.solver
-from autopar.solver import AssignmentProblem, Edge, Node, Usage, minimum_peak, solve
+from autopar.solver import AssignmentProblem, Edge, Node, Usage, methods, minimum_peak, solve
 from tests.unit.solver.instances import brute_force, dense_problems, knots, layered, problems
 
 EXACT = settings(max_examples=150, deadline=None, derandomize=True)
@@ -147,7 +147,7 @@ def test_conflict_names_exactly_the_edges_that_conflict() -> None:
     solution = solve(AssignmentProblem(fixed, edges))
     assert solution.status == "infeasible"
     assert (solution.conflict.nodes, solution.conflict.edges) == ((0, 1, 2), (0, 2, 3))
-    assert "'a', 'b', 'c'" in solution.conflict.message
+    assert "'a', 'b', 'c'" in solution.conflict.message and solution.excluded
     hidden = solve(AssignmentProblem(nodes, edges))
     assert hidden.status == "infeasible"
     assert hidden.conflict is not None and set(hidden.conflict.edges) >= {0, 2, 3}
@@ -160,7 +160,7 @@ def test_conflict_of_memory_says_how_much_would_do() -> None:
     solution = solve(AssignmentProblem(nodes, (), 7.0))
     assert solution.status == "infeasible"
     assert solution.conflict.needed_bytes == 8.0
-    assert "at time 2" in solution.conflict.message
+    assert "at time 2" in solution.conflict.message and not solution.excluded
 
 
 def test_memory_price_is_zero_where_the_limit_is_slack() -> None:
@@ -274,3 +274,13 @@ def test_without_mathopt_choices_fit_and_bounds_hold(problem: AssignmentProblem,
         assert problem.fits(solution.choice) and solution.cost == problem.evaluate(solution.choice) >= best - 1e-9
     if solution.status == "optimal":
         assert solution.cost == pytest.approx(best, abs=1e-6)
+
+
+def test_a_search_in_brief_passes_messages_over_some_thousand_edges() -> None:
+    """Breaks if a placement of seconds is left to annealing, which closes no gap in that time."""
+    size = methods.Size(edges=4662, pairs=1_400_000, all_pairs=1_900_000)
+    for priced in (False, True):
+        assert methods.method_for(size, "cost", priced=priced) is methods.Method.LOOPS
+        assert methods.method_for(size, "cost", priced=priced, anytime=True) is methods.Method.LARGE
+    larger = replace(size, edges=15_000)
+    assert methods.method_for(larger, "cost", priced=False) is methods.Method.LARGE

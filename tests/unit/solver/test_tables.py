@@ -53,6 +53,23 @@ def costs_of(graph: Graph, prices: FloatArray) -> dict[tuple[int, ...], float]:
 
 
 @SOME
+@given(st.one_of(dense_problems, knots))
+def test_sizes_are_those_of_the_tables(problem: AssignmentProblem) -> None:
+    """Breaks if joint classes are counted otherwise than they are made: the order would be of other tables."""
+    graph = graph_of(problem)
+    if graph is None:
+        return
+    planned = Buckets(graph.num_choices, graph.edges)
+    for bucket in planned.buckets:
+        used = [planned.factors[part.factor] for part in bucket.parts]
+        near = planned.factors[bucket.result].classes if bucket.result >= 0 else ()
+        for size, w in zip(bucket.shape[1:], near, strict=True):
+            assert planned._joint_size(w, [factor for factor in used if w in factor.classes]) == size
+    for factor in planned.factors:
+        assert factor.cells == np.prod([int(classes.max()) + 1 for classes in factor.classes.values()])
+
+
+@SOME
 @given(st.one_of(dense_problems, knots), st.sampled_from([1, 7, 131_072]), st.sampled_from([2, 65_536]))
 def test_tables_have_the_least_cost(problem: AssignmentProblem, block: int, single: int) -> None:
     """Breaks if a table is gathered, cut into blocks or rounded so that the minimum or the choice is another."""
