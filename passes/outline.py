@@ -242,7 +242,7 @@ def _type_text(node: fx.Node) -> str:
 
 
 def _region_names(regions: Mapping[str, Region], calls: Sequence[Call]) -> dict[str, str]:
-    """`layer` for `model.layers.*`, `prologue`, `loop`, `epilogue`, `gap`; numbered where one name would serve twice."""
+    """`layer` for `model.layers.*`, `prologue`, `loop`, `epilogue`, `gap`; numbered where a name would serve twice."""
     if len(regions) == 1:
         return dict.fromkeys(regions, "model")
     wanted: dict[str, str] = {}
