@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -128,14 +129,15 @@ def axis_choices(
         return choices
     contiguous_only = {name for _, name in rule.offset_args}
     for factor in rule.factors:
-        if not rule.can_split(factor.name):
+        if not factor.size or factor.size % size or not rule.may_split(factor):
             continue
-        ways = [(1, False)]
-        if factor.name not in contiguous_only:
-            ways += [(outer, False) for outer in sorted(set(outers.get(factor.name, ())) - {1})]
-            ways += [(outer, True) for outer in sorted(zigzags.get(factor.name, ()))]
+        choices.append(_splitting(factor.name))
+        if factor.name in contiguous_only:
+            continue
+        ways = [(outer, False) for outer in sorted(set(outers.get(factor.name, ())) - {1})]
+        ways += [(outer, True) for outer in sorted(zigzags.get(factor.name, ()))]
         for outer, zigzag in ways:
-            if factor.size and factor.size % (outer * size) == 0:
+            if factor.size % (outer * size) == 0:
                 choices.append(Choice("factor", factor.name, outer, zigzag=zigzag))
     for joint in rule.joints:
         if math.prod(rule.factor(name).size for name in joint) % size == 0:
@@ -149,6 +151,12 @@ def axis_choices(
             if all(length and length % (outer * size) == 0 for length in both):
                 choices.append(Choice("ring", rule.ring.query, outer, zigzag=outer > 1))
     return choices
+
+
+@lru_cache(maxsize=1 << 10)
+def _splitting(factor: str) -> Choice:
+    """That an axis splits a factor in contiguous pieces."""
+    return Choice("factor", factor)
 
 
 def _exchanges(rule: Rule, size: int, outers: Collection[int]) -> list[Choice]:
@@ -209,8 +217,11 @@ def _result_placement(rule: Rule, dims: Dims, choice: Choice, before: Mapping[st
         choice = key_of(rule, choice)
     if choice.splits:
         assert choice.factor is not None
+        split = _split(dims, choice, before)
+        if split is not None:
+            return split
         reduce = "sum" if choice.factor in _joints(rule) else rule.factor(choice.factor).reduce
-        return _split(dims, choice, before) or Partial(reduce or "sum")
+        return Partial(reduce or "sum")
     return REPLICATE
 
 
@@ -231,8 +242,15 @@ def is_home(rule: Rule, dims: Dims) -> bool:
 
 def _split(dims: Dims, choice: Choice, before: Mapping[str, int]) -> Shard | None:
     """The placement that splits the dim that walks the chosen factor; `before` has the local sizes until then."""
-    assert choice.factor is not None
-    names = choice.factor.strip("()").split()
+    factor = choice.factor
+    assert factor is not None
+    if not factor.startswith("("):
+        for i, dim in enumerate(dims):
+            if factor in dim:
+                major = dim[: dim.index(factor)]
+                return Shard(i, (_size_of(major, before) if major else 1) * choice.outer, choice.zigzag)
+        return None
+    names = factor.strip("()").split()
     for i, dim in enumerate(dims):
         for at in range(len(dim) - len(names) + 1):
             if list(dim[at : at + len(names)]) == names:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.ir.op_call import OpCall, TensorSpec, parameters_of
-from autopar.ir.terms import NOTHING, ORDER, SAME, SUM, VIEW, Form, Shape, digest, elementwise, reshaped
+from autopar.ir.terms import NOTHING, ORDER, SAME, SUM, Form, Shape, digest, elementwise, reshaped, viewed
 
 
 def form_of(call: OpCall, index: int) -> Form:
@@ -119,7 +119,7 @@ def _unchanged(call: OpCall, index: int) -> Form | None:
 
 
 def _viewed(call: OpCall, index: int) -> Form | None:
-    return Form("view", VIEW, (_first(call).shape, call.result.shape))
+    return viewed(_first(call).shape, call.result.shape)
 
 
 def _transposed(call: OpCall, index: int) -> Form | None:

@@ -126,9 +126,13 @@ class Rule:
 
     def can_split(self, name: str) -> bool:
         """Whether an axis may split this factor: not forbidden, and every result has it or can be a term."""
-        factor = self.factor(name)
-        everywhere = all(result is None or any(name in dim for dim in result) for result in self.results)
-        return factor.split and (everywhere or factor.reduce is not None)
+        return self.may_split(self.factor(name))
+
+    def may_split(self, factor: Factor) -> bool:
+        """`can_split` of one of its factors."""
+        if not factor.split or factor.reduce is not None:
+            return factor.split
+        return all(result is None or any(factor.name in dim for dim in result) for result in self.results)
 
     def __str__(self) -> str:
         return format_rule(self)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -31,8 +31,7 @@ SCHEME = hash((1, 1 << 60, -5, (7, 11)))
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What an operator does to its operands, arguments included, as far as terms tell it.
 
     key: of kind, operator and arguments. data: view: the shapes before and after; order: the dims;
@@ -113,8 +112,7 @@ class Terms:
             (base,), before = known[1], known[0].data[0]
         if before == after or base == ZERO:
             return base
-        made = form if form.data == (before, after) else Form("view", VIEW, (before, after))
-        return self._keep(hash((VIEW, after, base)), made, (base,))
+        return self._keep(hash((VIEW, after, base)), viewed(before, after), (base,))
 
     def _order(self, form: Form, operands: Sequence[Term]) -> Term:
         (base,), dims = operands, form.data
@@ -166,7 +164,7 @@ class Tape:
         self._terms = terms
         places = {term: place for place, term in enumerate(leaves)}
         self._own: list[Term] = []
-        self._steps: list[tuple[Form, Callable[[Sequence[Term]], tuple[Term, ...]]]] = []
+        self._steps: list[tuple[Form, Callable[[Sequence[Term]], tuple[Term, ...]], _Maker | None]] = []
         order = _in_order(terms, places, results)
         for term in order:
             if terms.parts(term) is None:
@@ -175,7 +173,9 @@ class Tape:
         for term in order:
             parts = terms.parts(term)
             if parts is not None:
-                self._steps.append((parts[0], _taking([places[each] for each in parts[1]])))
+                form, given = parts
+                taking = _taking([places[each] for each in given])
+                self._steps.append((form, taking, _MAKERS.get(form.kind)))
                 places[term] = len(places)
         self._results = _taking([places[term] for term in results])
 
@@ -183,15 +183,15 @@ class Tape:
         """The results' terms where the leaves are these."""
         values = [*leaves, *self._own]
         terms = self._terms
-        make, parts, add = terms.make, terms._parts, values.append
-        for form, given in self._steps:
+        parts, add = terms._parts, values.append
+        for form, given, maker in self._steps:
             operands = given(values)
-            if form.kind == "op":  # most are
+            if maker is None:  # as most are, an operator
                 term = hash((form.key, *operands))
                 parts[term] = (form, operands)
                 add(term)
             else:
-                add(make(form, operands))
+                add(maker(terms, form, operands))
         return self._results(values)
 
 
@@ -241,12 +241,19 @@ def digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
+@lru_cache(maxsize=1 << 14)
+def viewed(before: Shape, after: Shape) -> Form:
+    """What a view from one shape to another is."""
+    return Form("view", VIEW, (before, after))
+
+
 SUM = Form("sum", digest("sum"), (0,))
 VIEW, ORDER = digest("view"), digest("order")
 ZERO = digest("zero")
 NOTHING = Form("zero", ZERO)
 SAME = Form("same", digest("same"))
-_MAKERS: Mapping[str, Callable[[Terms, Form, Sequence[Term]], Term]] = {
+_Maker = Callable[[Terms, Form, Sequence[Term]], Term]
+_MAKERS: Mapping[str, _Maker] = {
     "same": Terms._same, "sum": Terms._sum, "view": Terms._view, "order": Terms._order,
     "shaped": Terms._shaped, "stack": Terms._stack, "pick": Terms._pick, "zero": Terms._zero,
 }  # fmt: skip

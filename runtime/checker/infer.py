@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ MOST_TERMS = 8
 """Terms that are told apart of one result that lies in one way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """As what an operand is taken: `typed`, or, where `dim` says so, a term of the sum of `source` over that dim."""
 
     typed: Typed
@@ -39,8 +38,7 @@ class Operand:
     dim: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """One thing that a result is: how it lies, and what it is of which readings of the operands."""
 
     typed: Typed
@@ -57,12 +55,14 @@ class Answer:
     """What a call gives. results: of each, one like it, None for what is no tensor; readings: what each is; kind: of
     what holds several.
 
-    is_whole: nothing else that it may be was left out because something that was planned had been found.
+    is_whole: nothing else that it may be was left out because something that was planned had been found. alone: of
+    each result its type and its form, where each is one thing, of operands as they are.
     """
 
     results: tuple[Tensor | None, ...]
     readings: Readings
     is_whole: bool
+    alone: tuple[tuple[tuple[Typed, ...], Form] | None, ...] | None
     kind: type[list[Any]] | type[tuple[Any, ...]] | None
 
 
@@ -77,6 +77,8 @@ class Inference:
     def __init__(self, axes: Axes, steps: frozenset[int] = frozenset(), *, hinted: bool = False) -> None:
         self.axes, self.terms = axes, Terms()
         self._known: dict[Any, Answer] = {}
+        self._numbers: dict[int, tuple[int, tuple[Typed, ...]]] = {}
+        self._by_types: dict[tuple[Typed, ...], int] = {}
         self._ways: dict[Any, tuple[Rule, list[Choice]]] = {}
         self._steps, self._hinted = steps, hinted and bool(steps)
         self._stripes: set[tuple[int, bool]] = set()
@@ -89,6 +91,14 @@ class Inference:
         asked = self._asked(args, operands), self._asked(kwargs, operands) if kwargs else None
         return (target, ring, len(self._stripes), asked), operands
 
+    def number(self, types: tuple[Typed, ...]) -> int:
+        """Equal for equal types: tensors of the same are told by it without comparing these."""
+        known = self._numbers.get(id(types))
+        if known is None:
+            number = self._by_types.setdefault(types, len(self._by_types))
+            known = self._numbers[id(types)] = number, types  # kept, so that nothing else has its place
+        return known[0]
+
     def _asked(self, value: Any, operands: list[Tensor]) -> Any:
         """The arguments with all that differs from rank to rank; of tensors how they lie, here and as parts."""
         kind = type(value)
@@ -97,7 +107,7 @@ class Inference:
         if isinstance(value, Tensor):
             operands.append(value)
             strides = None if value.is_contiguous() else value.stride()
-            return value.dtype, value.shape, self.axes.said(value)[0], strides
+            return value.dtype, value.shape, self.number(self.axes.said(value)[0]), strides
         if kind is list or kind is tuple:
             return tuple([self._asked(each, operands) for each in value])
         if kind is dict:
@@ -129,7 +139,7 @@ class Inference:
         like = tuple(x.detach() if isinstance(x, Tensor) else None for x in results)
         kind = type(made) if isinstance(made, list | tuple) else None
         flat = kind is None or not any(isinstance(each, list) for each in made)
-        self._known[question] = answer = Answer(like if flat else (None,), found, is_whole, kind)
+        self._known[question] = answer = Answer(like if flat else (None,), found, is_whole, _alone(found), kind)
         if len(self._stripes) != question[2]:
             self._known[(*question[:2], len(self._stripes), question[3])] = answer
         return answer
@@ -142,8 +152,14 @@ class Inference:
         """The types of each result where the operands are these; None where what was planned is not among them, and
         not all that they may be is known.
         """
-        lie = [_terms_of(self.axes.said(x)) for x in operands]
-        found = [None if each is None else self._typed(each, lie) for each in answer.readings]
+        given = [self.axes.said(x) for x in operands]
+        found: list[Said | None]
+        if answer.alone is not None and all(len(types) == 1 for types, _ in given):
+            of = [terms[0] for _, terms in given]
+            found = [None if each is None else (each[0], (self.terms.make(each[1], of),)) for each in answer.alone]
+        else:
+            lie = [_terms_of(each) for each in given]
+            found = [None if each is None else self._typed(each, lie) for each in answer.readings]
         if not answer.is_whole and not any(self._is_planned(term) for each in found if each for term in each[1]):
             return None
         return found
@@ -268,6 +284,11 @@ class Inference:
         chosen: tuple[Operand, ...],
     ) -> Readings:  # fmt: skip
         """In every way in which a call is a part of one whole call: of which axis its rows are, may be seen later."""
+        if all(len(each) == 1 for each in types):
+            ways = own.parts_of_one(rule, whole, [each.typed for each in chosen])
+            if len(ways) == 1:
+                read = self._read(whole, ways[0], chosen)
+                return tuple(None if each is None else (each,) for each in read)
         found: list[dict[Reading, None]] = [{} for _ in own.shapes]
         alike = [[each for each in given if each.typed.shape == one.typed.shape] for given, one in zip(types, chosen)]
         for each in _chosen(alike):
@@ -299,6 +320,13 @@ def _chosen(types: Sequence[Sequence[Operand]]) -> Iterator[tuple[Operand, ...]]
     kinds = list(dict.fromkeys(map(tuple, types)))
     for each in islice(product(*kinds), MOST_CALLS):
         yield tuple(each[kinds.index(tuple(own))] for own in types)
+
+
+def _alone(readings: Readings) -> tuple[tuple[tuple[Typed, ...], Form] | None, ...] | None:
+    if any(each is not None and (len(each) > 1 or any(of.dim is not None for of in each[0].operands))
+           for each in readings):  # fmt: skip
+        return None
+    return tuple(None if each is None else ((each[0].typed,), each[0].form) for each in readings)
 
 
 def _terms_of(said: Said) -> dict[Typed, list[Term]]:

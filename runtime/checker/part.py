@@ -23,7 +23,7 @@ from autopar.base.errors import AutoparError
 from autopar.ir.choices import Choice, axis_choices, localize, shardings
 from autopar.ir.op_call import OpCall, TensorSpec, map_tensors, spec_of
 from autopar.ir.rule import ArgPath, Rule
-from autopar.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard, Sharding, is_valid, local_shape
+from autopar.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard, Sharding
 from autopar.operators.rules.attention_cost import visits
 from autopar.operators.rules.lookup import calls_on, is_written, rule_for
 from autopar.runtime.checker.arguments import alike, at, differs, put, without_places
@@ -68,10 +68,11 @@ class LocalCall:
     ) -> None:  # fmt: skip
         self.target, self.axes, self.ring = target, axes, ring
         self.ways, self.stripes = ways, frozenset(stripes)
-        self.args, self.kwargs = without_places(args, kwargs)
+        self._differs = differs(args) or (bool(kwargs) and differs(list(kwargs.values())))
+        self.args, self.kwargs = without_places(args, kwargs) if self._differs else (args, kwargs)
         self.given, self.given_kwargs = args, kwargs
-        self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in results]
         self._results = tuple(map(spec_of, results))
+        self.shapes = [None if each is None else each.shape for each in self._results]
         self._dtypes = dtypes
         self._rule: tuple[Rule | None] | None = None
         self._found: dict[Any, tuple[OpCall, tuple[tuple[Typed | None, ...], ...]]] = {}
@@ -81,7 +82,7 @@ class LocalCall:
         for types, _ in said:
             if len(types) != 1 or not _is_whole(types[0]):
                 return None
-        if self.ring is not None or differs(self.given) or differs(list(self.given_kwargs.values())):
+        if self.ring is not None or self._differs:
             return None
         return OpCall(self.target, *_specs(self.args, self.kwargs, None), self._results)
 
@@ -169,9 +170,7 @@ class LocalCall:
             if spec is None or sharding is None or shape is None:
                 found.append(None)
                 continue
-            if not is_valid(spec.shape, sharding, self.axes.sizes):
-                return None
-            if local_shape(spec.shape, sharding, self.axes.sizes) != shape:
+            if _piece(spec.shape, sharding, self.axes.sizes) != shape:
                 return None
             found.append(self.axes.typed(spec.shape, sharding))
         return tuple(found)
@@ -182,8 +181,14 @@ class LocalCall:
         if rule.shape_args or rule.size_args or rule.offset_args or rule.position_args or rule.starts_args:
             args, kwargs = localize(rule, args, kwargs, choices, self.axes.sizes)
         follows = {path for path, _ in rule.shape_args}
-        for path in [(i,) for i in range(len(args))] + [(name,) for name in {**kwargs, **self.given_kwargs}]:
-            if path not in follows and not alike(at(args, kwargs, path), self._own(path), self.axes):
+        for place, wanted in enumerate(args):
+            own = self.given[place] if place < len(self.given) else None
+            if isinstance(own, Tensor) and isinstance(wanted, TensorSpec):
+                continue
+            if own is not wanted and (place,) not in follows and not alike(wanted, own, self.axes):
+                return False
+        for name in {**kwargs, **self.given_kwargs} if kwargs or self.given_kwargs else ():
+            if (name,) not in follows and not alike(kwargs.get(name), self.given_kwargs.get(name), self.axes):
                 return False
         return self._places_fit(rule, whole) and self._goes_round(rule, whole, choices)
 
@@ -321,8 +326,22 @@ def _dim_split(rule: Rule, choice: Choice, index: int) -> int | None:
     assert factor is not None
     if choice.splits_two and rule.pair is not None and index in rule.pair.travelling:
         factor = rule.pair.key
+    if not factor.startswith("("):
+        return next((at for at, dim in enumerate(rule.operands[index]) if factor in dim), None)
     first = factor.strip("()").split()
     return next((at for at, dim in enumerate(rule.operands[index]) if set(first) <= set(dim)), None)
+
+
+def _piece(whole: Sequence[int], sharding: Sharding, sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape that one rank holds; None where some split does not divide."""
+    local = list(whole)
+    for placement, size in zip(sharding, sizes, strict=True):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            if dim >= len(local) or local[dim] % (placement.outer * size):
+                return None
+            local[dim] //= size
+    return tuple(local)
 
 
 def _stripes(rule: Rule, types: Sequence[Typed]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
