@@ -20,6 +20,7 @@ class Compared:
     def __init__(self, interface: ProgramInterface) -> None:
         meaning = interface.meaning
         self._wanted = meaning if meaning is not None and meaning.is_comparable else None
+        self._gradients = {} if self._wanted is None else dict(self._wanted.gradients)
         self._interface = interface
         self._wrong: dict[str, list[str]] = {"output": [], "buffer": [], "gradient": []}
 
@@ -56,9 +57,8 @@ class Compared:
     def gradients(self, found: Mapping[str, Iterable[Term]]) -> None:
         """Of parameters."""
         if self._wanted is not None:
-            known = dict(self._wanted.gradients)
             for name, terms in found.items():
-                self._compare("gradient", name, known[name], terms)
+                self._compare("gradient", name, self._gradients[name], terms)
 
     def _compare(self, kind: str, name: str, wanted: Term, found: Iterable[Term]) -> None:
         if wanted not in set(found):

@@ -24,7 +24,7 @@ from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
 from autopar.runtime.checker.types import Axes, Typed, alike, give, give_said
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
-from autopar.runtime.holders import held_by, own_inputs
+from autopar.runtime.holders import holders, own_inputs
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, LoadedStage, load_program
 
@@ -195,6 +195,7 @@ class _Border:
         self.meaning = Compared(interface)
         self._parts: dict[Any, tuple[Tensor, tuple[Typed, ...]]] = {}
         self._lie: dict[Any, frozenset[Typed]] = {}
+        self.holders = holders(interface)
 
     def check_step(self) -> None:
         """A program that is one function forward and one backward: as many microbatches as tell."""
@@ -277,6 +278,8 @@ class _Border:
             own = self._types(entry, sharding)
             found = self._parts[key] = self._empty(tuple(shape), entry.dtype, own), tuple(own)
         like, types = found
+        if len(types) == 1 and len(terms) == 1:
+            return give_said(alike(like), (types, tuple(terms)))
         return give(alike(like), [each.of(term) for each in types for term in terms])
 
     def _types(self, entry: TensorInterface, sharding: Sharding) -> frozenset[Typed]:
@@ -375,10 +378,10 @@ class _StageCheck:
         self.border, self.number, self.stage, self.own = border, number, stage, own
         interface, pipeline = border.interface, border.interface.pipeline
         assert pipeline is not None
-        self.trained = [entry for entry in interface.parameters if entry.name in own.parameters]
-        rank = pipeline.rank_of[number]
+        used, rank = frozenset(own.parameters), pipeline.rank_of[number]
+        self.trained = [entry for entry in interface.parameters if entry.name in used]
         taken, inputs = own_inputs(interface, rank), border._inputs()
-        self.state = border._state(held_by(interface, rank))
+        self.state = border._state(entry for entry in interface.parameters if rank in border.holders[entry.name])
         self.inputs = {name: x for name, x in inputs.items() if name in taken}
         self.held: Tensors = {}
         self.gradients: dict[str, list[Term]] = {}

@@ -30,6 +30,7 @@ class TypedComm(RecordingComm):
         super().__init__(typing.axes.names, typing.axes.sizes, 0, "meta")
         self.typing = typing
         self._moved: dict[Any, tuple[Tensor, Mapping[Typed, Typed]]] = {}
+        self._chains: dict[Any, tuple[Step, ...]] = {}
 
     @property
     def rank(self) -> int:
@@ -126,21 +127,35 @@ class TypedComm(RecordingComm):
     def exchange_experts_grad_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
         return self._exchanged("exchange_experts_grad_bias", axis, tensors, options)
 
-    def moved(self, x: Tensor, *steps: Step) -> Tensor:
-        """What moves, one after the other, make of a tensor.
+    def moved(self, x: Tensor, *steps: Step, said: Any = None) -> Tensor:
+        """What moves, one after the other, make of a tensor. said: the steps, in what compares faster than they do.
 
         Raises:
             AutoparError: the tensor is not of a type that one of them takes.
         """
         types, terms = self.typing.axes.said(x)
-        key = (x.dtype, x.shape, types, steps)
-        if key not in self._moved:
-            self._moved[key] = self._typed_moves(x, steps)
-        like, becomes = self._moved[key]
+        key = (x.dtype, x.shape, self.typing.inference.number(types), said or steps)
+        found = self._moved.get(key)
+        if found is None:
+            found = self._moved[key] = self._typed_moves(x, steps)
+        like, becomes = found
         if len(types) == 1:
             return give_said(alike(like), ((becomes[types[0]],), terms))
         found = zip(types, terms, strict=True)
         return give(alike(like), [becomes[each].of(term) for each, term in found if each in becomes])
+
+    def chain(self, steps: str, name: str, given: tuple[Any, ...]) -> tuple[Step, ...]:
+        """The steps of a bucket's text, of a tensor of this name, which comes with these arguments: `given[1:]`.
+
+        Raises:
+            AutoparError: as `Transfers.bucket`.
+        """
+        key = steps, given[1:]
+        found = self._chains.get(key)
+        if found is None:
+            moves, parts = parse_bucket(steps, self.axes, {name: given})
+            found = self._chains[key] = _moves(self.axes, tuple(moves), parts[name][1])
+        return found
 
     def _typed_moves(self, x: Tensor, steps: Sequence[Step]) -> tuple[Tensor, Mapping[Typed, Typed]]:
         """As `_typed_move`, of one after the other."""
@@ -209,16 +224,20 @@ class TypedTransfers:
 
     def bucket(self, steps: str, tensors: Mapping[str, Any], keep: int = 0, owned: bool = False) -> TypedTransfers:
         del owned
-        moves, given = parse_bucket(steps, self._comm.axes, tensors, keep)
+        comm, own = self._comm, {name: x if isinstance(x, tuple) else (x,) for name, x in tensors.items()}
+        if len({given[0].dtype for given in own.values()}) != 1:
+            parse_bucket(steps, comm.axes, tensors, keep)
         held = self._held if self._held is not None and keep else {}
-        is_held = bool(held) and all(self._at + name in held for name in given)
-        for name, (tensor, arguments) in given.items():
-            chain = _moves(self._comm.axes, tuple(moves), arguments)
+        is_held = bool(held) and all(self._at + name in held for name in own)
+        for name, given in own.items():
+            tensor, chain, said = given[0], comm.chain(steps, name, given), (steps, given[1:], keep)
+            if keep > len(chain):
+                parse_bucket(steps, comm.axes, tensors, keep)
             if is_held:
                 tensor = held[self._at + name]
             elif keep:
-                tensor = held[self._at + name] = self._comm.moved(tensor, *chain[:keep])
-            self._values[name] = self._comm.moved(tensor, *chain[keep:]) if keep < len(chain) else tensor
+                tensor = held[self._at + name] = comm.moved(tensor, *chain[:keep], said=(*said, "kept"))
+            self._values[name] = comm.moved(tensor, *chain[keep:], said=said) if keep < len(chain) else tensor
         return self
 
     def wait(self) -> dict[str, Tensor]:
