@@ -29,7 +29,7 @@ class TypedComm(RecordingComm):
     def __init__(self, typing: Typing) -> None:
         super().__init__(typing.axes.names, typing.axes.sizes, 0, "meta")
         self.typing = typing
-        self._moved: dict[Any, tuple[Tensor, Mapping[Typed, Typed]]] = {}
+        self._moved: dict[Any, tuple[Tensor, Mapping[Typed, Typed], tuple[Typed, ...]]] = {}
         self._chains: dict[Any, tuple[Step, ...]] = {}
 
     @property
@@ -135,12 +135,13 @@ class TypedComm(RecordingComm):
         """
         types, terms = self.typing.axes.said(x)
         key = (x.dtype, x.shape, self.typing.inference.number(types), said or steps)
-        found = self._moved.get(key)
-        if found is None:
-            found = self._moved[key] = self._typed_moves(x, steps)
-        like, becomes = found
+        known = self._moved.get(key)
+        if known is None:
+            like, becomes = self._typed_moves(x, steps)
+            known = self._moved[key] = like, becomes, tuple(becomes[each] for each in types if each in becomes)
+        like, becomes, made = known
         if len(types) == 1:
-            return give_said(alike(like), ((becomes[types[0]],), terms))
+            return give_said(alike(like), (made, terms))
         found = zip(types, terms, strict=True)
         return give(alike(like), [becomes[each].of(term) for each, term in found if each in becomes])
 
