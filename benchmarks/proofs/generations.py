@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,12 @@ import autopar
 from autopar.base.errors import AutoparError
 from benchmarks import pages
 
-STRATEGIES = ("tensor", "ddp", "zero3", "auto")
+STRATEGIES: Mapping[str, tuple[dict[str, int], Any]] = {
+    **{name: ({"x": 2}, name) for name in ("tensor", "ddp", "zero3", "auto")},
+    "pipeline": ({"pp": 2}, "pipeline"),
+    "tensor×pipeline": ({"pp": 2, "tp": 2}, {"pp": "pipeline", "tp": "tensor"}),
+}
+"""Column -> mesh, and what is asked for."""
 TABLE = Path(__file__).with_name("generations.toml")
 WANTED = autopar.Generation(batch=2, prompt=5, new_tokens=3)
 
@@ -58,8 +63,9 @@ def made(name: str, entry: dict[str, Any], common: dict[str, Any]) -> Any:
 def cell(name: str, model: Any, strategy: str) -> Row:
     """Plan and prove."""
     start = time.process_time()
+    sizes, asked = STRATEGIES[strategy]
     try:
-        plan = autopar.plan_generation(model, autopar.Mesh({"x": 2}), WANTED, strategy=strategy)
+        plan = autopar.plan_generation(model, autopar.Mesh(sizes), WANTED, strategy=asked)
         proof = plan.verify()
     except AutoparError as error:
         return Row(name, strategy, f"refused: {str(error).splitlines()[0][:160]}", 0.0, time.process_time() - start)
@@ -91,8 +97,9 @@ def page(rows: Sequence[Row]) -> str:
     head = (
         f"# generate(): plans proven\n\n{pages.machine()}. {right} of {len(rows)} cells of {len(names)} models are "
         f"right to 1e-9, {wrong} are wrong. Batch {WANTED.batch}, prompt {WANTED.prompt}, {WANTED.new_tokens} new "
-        "tokens, two simulated ranks, float64; a cell's number is the largest relative error of a logit. Plan and "
-        f"proof took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median {seconds[len(seconds) // 2]:.0f}.\n\n"
+        "tokens, two simulated ranks (tensor×pipeline: four), float64; a cell's number is the largest relative error of "
+        f"a logit. Plan and proof took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median "
+        f"{seconds[len(seconds) // 2]:.0f}.\n\n"
     )
     return head + body + "\n" + pages.below(notes)
 

@@ -66,10 +66,10 @@ def test_habits_of_other_scripts() -> None:
 
 
 STAGED = {
-    "qwen2, pp=2": ("qwen2", {"pp": 2}, "auto"),
-    "lfm2, pp=2": ("lfm2", {"pp": 2}, "auto"),
-    "gpt2, pp=2, tp=2": ("gpt2", {"pp": 2, "tp": 2}, {"tp": "tensor", "pp": "pipeline(1f1b)"}),
-    "qwen2, dp=2, pp=2": ("qwen2", {"dp": 2, "pp": 2}, {"dp": "ddp", "pp": "pipeline(zbv)"}),
+    "qwen2-pp2": ("qwen2", {"pp": 2}, "auto"),
+    "lfm2-pp2": ("lfm2", {"pp": 2}, "auto"),
+    "gpt2-pp2-tp2": ("gpt2", {"pp": 2, "tp": 2}, {"tp": "tensor", "pp": "pipeline(1f1b)"}),
+    "qwen2-dp2-pp2": ("qwen2", {"dp": 2, "pp": 2}, {"dp": "ddp", "pp": "pipeline(zbv)"}),
 }
 
 

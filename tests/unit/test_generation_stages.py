@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.api.again import first_of_stages, same_stages
+from autopar.api.generation import phase_inputs
 from autopar.api.stored import states_of
 from autopar.base.errors import AutoparError
 from autopar.cost.estimate import state_bytes
@@ -20,6 +21,7 @@ from autopar.ir.stages import Stage
 from autopar.ir.values import ValueRef
 from autopar.passes.repeatable import repeatable_calls
 from autopar.passes.stages.states import parts_states, state_uses
+from autopar.planner.family import Family
 from autopar.runtime.checker.program import check_types
 from autopar.runtime.holders import holders, keepers, own_inputs
 from autopar.strategies.pipelining import schedules
@@ -166,6 +168,18 @@ def test_what_is_made_of_a_cache_is_made_where_it_is_kept() -> None:
     assert 0 not in repeatable_calls(replace(program, calls=(reading, *program.calls[1:])))
     counting = replace(program.calls[0], arguments=(ValueRef(name="past_key_values.2"),))
     assert 0 in repeatable_calls(replace(program, calls=(counting, *program.calls[1:])))
+
+
+@pytest.mark.slow
+def test_a_token_is_not_placed_by_the_calls_of_the_prompt() -> None:
+    """Breaks if decisions for the prompt's calls are read as if a token's program, which computes its mask by a call of
+    its own, had the same ones: a KeyError, or layouts of other values.
+    """
+    prompt = planned("gpt2", "tp").prefill
+    assert prompt.model is not None
+    token = phase_inputs(prompt.model, WANTED)["decode"]
+    with pytest.raises(AutoparError, match="made for another program"):
+        Family.of(prompt).plan(prompt.model, token)
 
 
 @pytest.mark.slow
