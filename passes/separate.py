@@ -4,7 +4,8 @@ Requires: phase `outlined`.
 Ensures: the same phase and numbers. What leaves a region between the blocks (or a block that occurs once), is read by
     other calls and is computed from the program's inputs and from buffers alone (rotary tables, masks, position ids) is
     the result of a call placed right before the one it came from (`is_repeatable`). Results that share work are made
-    together; what is cheap, such as a range of positions, is made again by each call that needs it.
+    together; what is cheap, such as a range of positions, is made again by each call that needs it. States that nothing
+    writes are given back by calls that read them (`handed_back.py`).
 
     prologue: embedding, mask, cos, sin  →  prologue_values_1: mask;  prologue_values_2: cos, sin;  prologue: embedding
 """
@@ -25,6 +26,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, ValueRef
+from autopar.passes.handed_back import with_states_handed_back
 from autopar.passes.mutation import writes
 from autopar.passes.repeatable import _is_random, repeatable_calls
 
@@ -32,6 +34,7 @@ from autopar.passes.repeatable import _is_random, repeatable_calls
 def separate(program: Program) -> Program:
     """Give every value that no parameter goes into, and that another call reads, a call of its own."""
     assert program.phase == "outlined", program.phase
+    program = with_states_handed_back(program)
     split = _Splitter(program)
     for region in program.regions:
         split.add(region)

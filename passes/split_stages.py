@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.base.text import plural
+from autopar.cost.estimate import stored_bytes, unused_everywhere
 from autopar.cost.memory.boundaries import boundaries
 from autopar.cost.memory.calls import CallCosts, call_costs, seconds_of_calls
 from autopar.cost.memory.stages import memory_fits, stage_cost
@@ -85,6 +86,8 @@ def split_stages(
     if program.pipeline is not None:  # decided before: the program of a saved plan
         check_states(program, program.pipeline.stages, program.pipeline.schedule.rank_of)
         return program
+    if memory_limit_bytes is not None:
+        memory_limit_bytes -= stored_bytes(program, unused_everywhere(program))
     cuts = _Cuts.of(program, call_costs(bucketed), memory_limit_bytes)
     pinned = _pinned(program, spec)
     found = [cuts.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]

@@ -36,6 +36,7 @@ from autopar.runtime.engine import Engine, Prepare
 from autopar.runtime.guard import ENGINES, guard_optimizers
 from autopar.runtime.hooks import for_pieces, keep_hooks
 from autopar.runtime.placements import as_parameter
+from autopar.runtime.refused import check_has_logits
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.uncompiled import uncompiled
 from autopar.runtime.writes import take_writes
@@ -413,7 +414,10 @@ def _compiled_class(original: Any) -> type[Any]:
         def make(self: CompiledModule, batch: int, length: int, encoded: Tensor | None) -> Any:
             return self.autopar.new_cache(batch, length, encoded)
 
-        namespace["_prepare_cache_for_generation"] = generating(original._prepare_cache_for_generation, make)
+        def without(self: CompiledModule) -> None:
+            check_has_logits(self.autopar.comm.axes)
+
+        namespace["_prepare_cache_for_generation"] = generating(original._prepare_cache_for_generation, make, without)
     if hasattr(original, "resize_token_embeddings"):
 
         @wraps(original.resize_token_embeddings)

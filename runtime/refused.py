@@ -14,6 +14,7 @@ from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import format_sharding
 from autopar.runtime.holders import holders
 from autopar.runtime.placements import to_dtensor_placements
+from autopar.strategies.pipelining.spec import AXIS
 
 PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -28,6 +29,18 @@ def check_inputs(inputs: Mapping[Any, Any]) -> None:
                 remedy="Hand in its .detach() where that gradient is not wanted (a teacher's logits); else compile one "
                 "module whose forward makes the input, too, and calls the model",
             )
+
+
+def check_has_logits(axes: Sequence[str]) -> None:
+    """Raises an AutoparError for `generate()` without a cache over a pipeline: its step leaves logits where they are
+    made, and a token is chosen on every rank.
+    """
+    if AXIS in axes:
+        raise AutoparError(
+            "generate(use_cache=False) has no logits on the ranks of a pipeline but the last stage's",
+            values=f"the mesh has the axis {AXIS}",
+            remedy=f"leave use_cache=False out, or use a mesh without {AXIS}",
+        )
 
 
 def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:

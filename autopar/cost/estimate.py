@@ -7,6 +7,7 @@ The collectives are read off the lowered graphs, so they are what runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.cost.accumulation import accumulation_seconds
@@ -117,21 +118,37 @@ def _fullest(program: Program) -> list[Variable]:
     def size(variables: list[Variable]) -> int:
         return sum(variable.type.num_bytes for variable in variables)
 
-    held = []
+    held, everywhere = [], {variable.name for variable in unused_everywhere(program)}
     for rank in range(program.pipeline.schedule.num_ranks):
-        names = {name for number in calls_on(program, rank) for name in program.calls[number].slots}
+        names = everywhere | {name for number in calls_on(program, rank) for name in program.calls[number].slots}
         held.append([variable for variable in everything if variable.name in names])
     return max(held, key=size)
 
 
-def _memory(program: Program, peak_bytes: float) -> Memory:
-    parameters = gradients = 0
-    for variable in _fullest(program):
+def unused_everywhere(program: Program) -> tuple[Variable, ...]:
+    """The parameters that no call uses and that every rank of a pipeline has all the same: of an encoder, which runs by
+    itself before a prompt. Where there is a backward, the first stage keeps them.
+    """
+    if program.training or not program.states:
+        return ()
+    used = {name for call in program.calls for name in call.slots}
+    return tuple(variable for variable in program.variables if variable.is_parameter and variable.name not in used)
+
+
+def stored_bytes(program: Program, variables: Iterable[Variable]) -> int:
+    """What one rank stores of parameters."""
+    size = 0
+    for variable in variables:
         layout = program.placed.parameters.get(variable.name)
         shape = block_shape(variable, layout, program.on_mesh.sizes) if layout else variable.type.shape
-        local = math.prod(shape) * variable.stored_dtype.itemsize
-        parameters += local
-        gradients += local if variable.trainable and program.training else 0
+        size += math.prod(shape) * variable.stored_dtype.itemsize
+    return size
+
+
+def _memory(program: Program, peak_bytes: float) -> Memory:
+    held = _fullest(program)
+    parameters = stored_bytes(program, held)
+    gradients = stored_bytes(program, (each for each in held if each.trainable)) if program.training else 0
     extra = program.overlap.extra_bytes if program.overlap is not None else 0
     return Memory(parameters, gradients, gradients * OPTIMIZER_STATES, int(peak_bytes) + extra, _state_bytes(program))
 

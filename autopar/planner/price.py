@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.cost.collectives import Collective
-from autopar.cost.estimate import Cost, difference, estimate
+from autopar.cost.estimate import Cost, difference, estimate, stored_bytes, unused_everywhere
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Program
 from autopar.passes.split_stages import summarize
@@ -27,7 +27,9 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     waiting_s = max(0.0, difference(timeline.makespan_s - busiest, busiest))
     # Sends, gathers and reductions run beside the computations.
     hidden_s = difference(cost.compute_s + cost.communication_s - busiest, busiest)
-    memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
+    memory = replace(
+        cost.memory, peak=int(max(timeline.peak_bytes)) + stored_bytes(program, unused_everywhere(program))
+    )
     optimizer_s = update_seconds(summary.schedule.rank_of, timeline.costs) if program.training else 0.0
     cost = replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s, optimizer_s=optimizer_s)
     return cost, rows, summary

@@ -97,8 +97,8 @@ def page(rows: Sequence[Row]) -> str:
     head = (
         f"# generate(): plans proven\n\n{pages.machine()}. {right} of {len(rows)} cells of {len(names)} models are "
         f"right to 1e-9, {wrong} are wrong. Batch {WANTED.batch}, prompt {WANTED.prompt}, {WANTED.new_tokens} new "
-        "tokens, two simulated ranks (tensor×pipeline: four), float64; a cell's number is the largest relative error of "
-        f"a logit. Plan and proof took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median "
+        "tokens, two simulated ranks (tensor×pipeline: four), float64; a cell's number is the largest relative error "
+        f"of a logit. Plan and proof took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median "
         f"{seconds[len(seconds) // 2]:.0f}.\n\n"
     )
     return head + body + "\n" + pages.below(notes)

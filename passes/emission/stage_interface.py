@@ -31,7 +31,9 @@ def pipeline_interface(program: Program) -> PipelineInterface | None:
 def _stage_interface(program: Program, number: int, stage: Stage) -> StageInterface:
     own = set(stage.calls) - set(stage.recomputed)
     used = {name for call in stage.calls for name in program.calls[call].slots}
-    if number == 0:  # what no call uses is kept by the first stage, so that checkpoints have it
+    # What no call uses is kept by the first stage, so that checkpoints have it; where a prompt or a token is all that
+    # runs, by all of them: an encoder runs by itself, on every rank.
+    if number == 0 or (program.states and not program.training):
         used |= {v.name for v in program.variables} - {name for call in program.calls for name in call.slots}
     updates = tuple(name for name, ref in program.updates if ref.call in own)
     return StageInterface(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
 
 CASES: dict[str, dict[str, Any]] = {
@@ -86,6 +87,17 @@ def on_stages(name: str, sizes: dict[str, int], strategy: Any) -> dict[str, list
     model, prompt = model_and_prompt(name)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return generated(autopar.compile(model, mesh, strategy=strategy), prompt)
+
+
+def without_a_cache() -> str:
+    """What is said of it where the mesh has a pipeline."""
+    model, prompt = model_and_prompt("qwen2")
+    compiled: Any = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
+    try:
+        compiled.generate(**prompt, max_new_tokens=2, pad_token_id=0, use_cache=False)
+    except AutoparError as error:
+        return str(error)
+    return ""
 
 
 def with_drafts(strategy: str | None) -> list[list[list[int]]]:

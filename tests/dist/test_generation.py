@@ -68,6 +68,7 @@ def test_habits_of_other_scripts() -> None:
 STAGED = {
     "qwen2-pp2": ("qwen2", {"pp": 2}, "auto"),
     "lfm2-pp2": ("lfm2", {"pp": 2}, "auto"),
+    "t5-pp2": ("t5", {"pp": 2}, "auto"),
     "gpt2-pp2-tp2": ("gpt2", {"pp": 2, "tp": 2}, {"tp": "tensor", "pp": "pipeline(1f1b)"}),
     "qwen2-dp2-pp2": ("qwen2", {"dp": 2, "pp": 2}, {"dp": "ddp", "pp": "pipeline(zbv)"}),
 }
@@ -85,6 +86,13 @@ def test_every_stage_generates_the_tokens_of_one_process(case: str) -> None:
     want = generation.generated(*generation.model_and_prompt(name))
     for found in launch(generation.on_stages, math.prod(sizes.values()), name, sizes, strategy, timeout_s=240.0):
         assert found == want
+
+
+@pytest.mark.slow
+def test_a_pipeline_keeps_a_cache() -> None:
+    """Breaks if a pipeline without a cache ends in an error of Python's about logits that are None."""
+    for said in launch(generation.without_a_cache, 2, timeout_s=240.0):
+        assert "use_cache=False) has no logits" in said and "mesh without pp" in said
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.stages import Stage
 from autopar.ir.values import ValueRef
 from autopar.passes.repeatable import repeatable_calls
-from autopar.passes.stages.states import parts_states, state_uses
+from autopar.passes.stages.states import check_states, parts_states, state_uses
 from autopar.planner.family import Family
 from autopar.runtime.checker.program import check_types
 from autopar.runtime.holders import holders, keepers, own_inputs
@@ -176,7 +176,12 @@ def test_a_token_is_not_placed_by_the_calls_of_the_prompt() -> None:
     its own, had the same ones: a KeyError, or layouts of other values.
     """
     prompt = planned("gpt2", "tp").prefill
-    assert prompt.model is not None
+    program = prompt.program
+    assert program is not None and prompt.model is not None
+    assert prompt.decisions.apply(program).phase == "placed"
+    for calls in ((*program.calls, program.calls[-1]), program.calls[:-1]):
+        with pytest.raises(AutoparError, match="made for another program"):
+            prompt.decisions.apply(replace(program, calls=calls))
     token = phase_inputs(prompt.model, WANTED)["decode"]
     with pytest.raises(AutoparError, match="made for another program"):
         Family.of(prompt).plan(prompt.model, token)
@@ -200,11 +205,44 @@ def test_what_no_stage_can_keep_is_refused_by_operator() -> None:
     """Breaks if a cache that one stage reads and another one hands back is planned, so that the reader would have an
     old one; the error says which operator, and where.
     """
+    plan = planned("gpt2", "pp").decode
+    program, pipeline = plan.program, plan.decisions.pipeline
+    assert program is not None and pipeline is not None
+    check_states(program, pipeline.stages, (0, 1))
+    last = program.calls[-1]
+    region = program.region(last.region)
+    asking = replace(last, arguments=(ValueRef(name="past_key_values.0"), *last.arguments[1:]))
+    reading = replace(program, calls=(*program.calls[:-1], asking))
     with pytest.raises(AutoparError) as caught:
-        planned("t5", "pp")
-    assert "no stage of the pipeline can keep the state past_key_values.6" in str(caught.value)
-    assert "decoder.block.0 by autopar.attention" in str(caught.value)
+        check_states(reading, pipeline.stages, (0, 1))
+    check_states(reading, pipeline.stages, (0, 0))  # both are on one rank
+    assert "no stage of the pipeline can keep the state past_key_values.0" in str(caught.value)
+    assert f"{region.name} by aten.native_layer_norm" in str(caught.value)
+    assert "read in stage 1 by epilogue, made in stage 0 by transformer.h.0" in str(caught.value)
     assert "mesh without pp" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp", "tp"])
+def test_what_an_encoder_gave_is_kept_where_it_is_read(mesh: str) -> None:
+    """Breaks if keys that a decoder's block reads and nobody writes are handed back by another stage, so that they
+    would have to travel, or if a rank lacks the encoder, which runs by itself on every one.
+    """
+    plan = planned("t5", mesh)
+    for phase in plan:
+        kept, program = keepers(phase.interface), phase.program
+        assert program is not None
+        assert [kept[f"past_key_values.{number}"] for number in (0, 1, 3, 4, 6, 7, 8, 9)] == [0, 0, 1, 1, 0, 0, 1, 1]
+        assert not [use for use in state_uses(program) if set(use.readers) - {use.maker}]
+        assert holders(phase.interface)["encoder.block.0.layer.0.SelfAttention.q.weight"] == (0, 1)
+    assert holders(plan.prefill.interface) == holders(plan.decode.interface)
+    # Half of the model on either stage, and the encoder on both.
+    parameters = {each.name: _bytes(each) for each in plan.decode.interface.parameters}
+    encoder = sum(size for name, size in parameters.items() if name.startswith("encoder."))
+    split = MESHES[mesh][0].get("tp", 1)
+    assert plan.decode.cost.memory.parameters > encoder / split + (sum(parameters.values()) - encoder) / 2 / split
+    assert plan.decode.cost.memory.peak > plan.decode.cost.memory.parameters
+    assert plan.verify().raise_on_failure().ok
 
 
 @pytest.mark.parametrize(

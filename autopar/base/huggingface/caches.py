@@ -213,16 +213,17 @@ Maker = Callable[[Any, int, int, Tensor | None], Any]
 """(model, batch, length, what its encoder gave) -> a cache."""
 
 
-def generating(original: Any, make: Maker) -> Callable[..., None]:
+def generating(original: Any, make: Maker, without: Callable[[Any], None] = lambda model: None) -> Callable[..., None]:
     """`_prepare_cache_for_generation` of a compiled model, which gives `generate()` a cache of ours.
 
-    original: the model's own.
+    original: the model's own. without: called with the model where no cache is wanted; may raise.
     """
 
     def prepare(
         self: Any, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         if config.use_cache is False:
+            without(self)
             original(self, config, model_kwargs, mode, batch_size, max_cache_length)
             return
         check_cache(model_kwargs)
