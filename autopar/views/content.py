@@ -26,6 +26,7 @@ from autopar.ir.interface_text import format_tensor
 from autopar.ir.tensor_type import dtype_name
 from autopar.planner.plan.record import PlanRecord
 from autopar.views.compare import Comparison
+from autopar.views.experts import expert_rows
 from autopar.views.explain.explanation import Explanation
 from autopar.views.holds import parameter_classes
 from autopar.views.items import Items
@@ -92,6 +93,7 @@ def content_of(
         "operators": list(operator_rows(plan)),
         "memory_parts": memory_parts(plan),
         "collectives": collective_rows(plan, items),
+        "experts": expert_rows(plan),
         "regions": [region_row(plan, each.name) for each in plan.regions],
         "pictures": [{"id": p.id, "title": p.title, "group": p.group, "svg": p.svg} for p in pictures],
         "items": items,

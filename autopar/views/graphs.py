@@ -37,6 +37,7 @@ from autopar.planner.plan.drawn import (
     ValueView,
     Views,
 )
+from autopar.views.experts import experts_of
 from autopar.views.origins import with_origins
 
 HIDDEN = ("index", "positions", "starts")
@@ -120,6 +121,7 @@ def _region(program: Program, region: Region, shared: Sequence[MoveView]) -> Reg
         (*_moves(program, region), *shared),
         tuple(ops),
         gradients,
+        experts_of(region, program.on_mesh, seconds),
     )
 
 

@@ -21,8 +21,8 @@ STYLES = ("base.css", "views.css", "small.css")
 SCRIPTS = (
     "sharding.js", "format.js", "dom.js", "table.js", "content.js", "bars.js", "viewer.js", "grid.js", "boxes.js",
     "explanation.js", "inspector.js", "search.js", "canvas.js", "overview.js", "graph.js", "sharding_view.js",
-    "memory.js", "timeline_paint.js", "timeline.js", "collectives.js", "program.js", "compare_file.js", "compare.js",
-    "main.js",
+    "memory.js", "timeline_paint.js", "timeline.js", "collectives.js", "experts.js", "program.js", "compare_file.js",
+    "compare.js", "main.js",
 )  # fmt: skip
 """In the order in which they stand in the page: each may use those before it at once, all others when it is called."""
 

@@ -57,6 +57,24 @@ def test_ranks_that_are_none_are_not_found(open_report: Open) -> None:
     assert tab.page.locator("[role=option]").count() == 0
 
 
+def test_experts_of_mixtures_alone(open_report: Open) -> None:
+    """Breaks when a mixture's layers have no tab, or a model without experts has one."""
+    assert open_report().page.get_by_role("tab", name="Experts").count() == 0
+    row = {
+        "op": "experts", "split": "tokens and experts over dp", "axis": "dp", "ranks": 8, "experts": 256, "chosen": 8,
+        "here": 32, "tokens": 1024, "expert_rows": 256, "rows": 8192, "busiest_rows": 10240, "round_rows": 10918,
+        "forward_bytes": 2**25, "forward_s": 2e-4, "forward_compute_s": 1e-3, "backward_bytes": 2**26,
+        "backward_s": 3e-4, "backward_compute_s": 2e-3, "module": "model.layers.*.mlp.experts", "item": "none",
+        "calls": 20, "times": 80,
+    }  # fmt: skip
+    tab = open_report(page({**sample.content(), "experts": [row]}), hash_="#experts")
+    cells = tab.page.locator(".panel-experts tbody td").all_inner_texts()
+    assert cells[0] == "model.layers.*.mlp.experts" and cells[1] == "80" and cells[6] == "256"
+    assert "10,240 the busiest" in cells[7] and "32.0 MiB over dp" in cells[9]
+    assert "1.25 times the mean" in tab.page.inner_text(".panel-experts")
+    assert "All exchanges of a step take 40.0 ms" in tab.page.inner_text(".panel-experts")
+
+
 def test_collectives_in_groups(open_report: Open) -> None:
     """Breaks when a group's sums are not those of its rows, or a click on it does not show these alone."""
     tab = open_report(hash_="#collectives")

@@ -198,6 +198,8 @@ def _check_region(region: RegionView, axes: Sequence[str]) -> None:
     _known("operators", [op.axis for op in region.ops if op.axis or op.kind == "collective"], axes)
     _known("operators", [op.kind for op in region.ops], ("compute", "view", "collective"))
     _known("moves", [move.axis for move in region.moves], axes)
+    _known("experts", [each.op for each in region.experts], names)
+    _known("experts", [each.axis for each in region.experts if each.axis], axes)
     _known("gradients", [name for _, name in region.gradients if not name.startswith(_GIVEN)], names)
     _check_reads(region)
     slots = {slot.name for slot in region.slots}

@@ -100,10 +100,42 @@ class PortView:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsView:
+    """A layer of experts: numbers of one rank and one call, as planned.
+
+    op: of the forward. split: what axes do (`tokens and experts over ep`), "" for nothing. axis, ranks: of the
+    exchange, "" and 1 where there is none. experts: of the layer; chosen: by each token; here: on a rank. tokens: of a
+    rank. expert_rows: tokens that choose an expert, on the average of those that come here; rows, busiest_rows: choices
+    that a rank multiplies, on the average and the one that has most; round_rows: tokens that an exchange takes at once
+    at most, 0 without. Bytes sent and seconds of the exchange and of the computing, in each phase; backward: 0 without
+    training.
+    """
+
+    op: str
+    split: str
+    axis: str
+    ranks: int
+    experts: int
+    chosen: int
+    here: float
+    tokens: float
+    expert_rows: float
+    rows: float
+    busiest_rows: float
+    round_rows: int
+    forward_bytes: float
+    forward_s: float
+    forward_compute_s: float
+    backward_bytes: float
+    backward_s: float
+    backward_compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RegionView:
     """A region: its ops in the program's order (those of the forward first), what goes in and out, its parameters with
     the collectives that bring them. module: with `*` where it is repeated. calls: a microbatch, on all stages.
-    gradients: (`p:SLOT` or `in:NAME`, the op of the backward that makes its gradient).
+    gradients: (`p:SLOT` or `in:NAME`, the op of the backward that makes its gradient). experts: its layers of experts.
     """
 
     name: str
@@ -115,6 +147,7 @@ class RegionView:
     moves: tuple[MoveView, ...]
     ops: tuple[OpView, ...]
     gradients: tuple[tuple[str, str], ...] = ()
+    experts: tuple[ExpertsView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +210,7 @@ def _region(row: Mapping[str, Any]) -> RegionView:
         tuple(MoveView(**{**each, "slots": tuple(each["slots"])}) for each in row["moves"]),
         tuple(map(_op, row["ops"])),
         tuple((of, name) for of, name in row["gradients"]),
+        tuple(ExpertsView(**each) for each in row.get("experts", ())),
     )  # fmt: skip
 
 

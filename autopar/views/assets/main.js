@@ -1,6 +1,10 @@
 // Tabs, routes, keys, theme: what holds the parts together.
 
-const VIEWS = [overviewView, graphView, shardingView, memoryView, timelineView, collectivesView, programView, compareView];
+const VIEWS = [
+  overviewView, graphView, shardingView, memoryView, timelineView, collectivesView,
+  ...(list(content.experts).length ? [expertsView] : []), // of mixtures alone
+  programView, compareView,
+];
 const OLD_NAMES = { parameters: "sharding" };
 
 const made = new Map(); // views by id, made when first shown
@@ -129,7 +133,7 @@ const WORDS = [
 
 const KEYS = [
   ["/", "search operators, modules, parameters, collectives, tabs; rank 3, stage 2"],
-  ["1 … 8", "go to a tab; in the row of tabs, ← and →"],
+  [`1 … ${VIEWS.length}`, "go to a tab; in the row of tabs, ← and →"],
   ["+ − 0", "zoom in, zoom out, show all: pictures and timeline"],
   ["← ↑ → ↓", "move the picture or the timeline; along the memory curve"],
   ["Tab, Enter", "go through a picture, open what has the focus"],
@@ -163,7 +167,7 @@ function onKey(event, search) {
   else if (event.key === "?") byId("ui-dialog").showModal();
   else if (event.key === "d") toggleTheme();
   else if (event.key === "i") inspector.focus();
-  else if (/^[1-8]$/.test(event.key)) goTo(`#${VIEWS[Number(event.key) - 1].id}`);
+  else if (/^[1-9]$/.test(event.key) && VIEWS[Number(event.key) - 1]) goTo(`#${VIEWS[Number(event.key) - 1].id}`);
   else if (!(part && part.key && /^[-+=_0]$/.test(event.key) && part.key(event))) return;
   event.preventDefault();
 }

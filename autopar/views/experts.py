@@ -1,0 +1,111 @@
+"""Layers of experts, as planned: how many tokens an expert and a rank get, and what bringing them there takes.
+
+How many rows go where is known only when they go: numbers are of choices that are as likely each, and the busiest
+rank's are as many times them as the machine says (`Hardware.expert_imbalance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from autopar.cost.exchanges import exchange_axis, exchange_of
+from autopar.cost.operator_time import exposed_seconds, operator_work
+from autopar.ir.choices import Choice, local_sizes
+from autopar.ir.region import Region
+from autopar.machine.mesh import Mesh
+from autopar.operators.rules.exchange_cost import rows_at_once
+from autopar.planner.plan.drawn import ExpertsView
+from autopar.planner.plan.record import PlanRecord
+
+FORWARD = "autopar.experts.default"
+BACKWARD = ("autopar.experts_grad.default", "autopar.experts_grad_bias.default")
+_WHAT = {"t": "tokens", "e": "experts", "f": "widths"}
+
+
+def experts_of(region: Region, mesh: Mesh, seconds: Mapping[str, float]) -> tuple[ExpertsView, ...]:
+    """The layers of a lowered region, in order. seconds: that its operators compute."""
+    forward = [name for name, (call, _) in region.ops.items() if call.name == FORWARD and name in region.forward_nodes]
+    backward = [name for name, (call, _) in region.ops.items() if call.name in BACKWARD][::-1]
+    lines = {
+        node.meta["operator"]: node.name
+        for node in region.lowered["forward"].graph.nodes
+        if node.meta.get("operator") in forward
+    }
+    grads = backward if len(backward) == len(forward) else [""] * len(forward)
+    return tuple(
+        _layer(region, mesh, seconds, name, grad, lines[name]) for name, grad in zip(forward, grads, strict=True)
+    )
+
+
+def _layer(region: Region, mesh: Mesh, seconds: Mapping[str, float], name: str, grad: str, line: str) -> ExpertsView:
+    call, rule = region.ops[name]
+    strategy = region.strategies[name]
+    axis = exchange_axis(strategy.choices)
+    ranks = 1 if axis is None else mesh.sizes[axis]
+    dims = operator_work(call, rule, strategy, mesh).dims
+    assert dims is not None and rule.exchange is not None
+    expert_rows, _, _, here = dims
+    experts, chosen = rule.sizes[rule.exchange.key], call.operands[2].shape[-1]
+    tokens = local_sizes(rule, strategy.choices, mesh.sizes)[rule.exchange.query]
+    busiest = 1.0 if axis is None else mesh.hardware.expert_imbalance
+    sent = [_sent(region, mesh, each) for each in (name, grad)]
+    return ExpertsView(
+        line,
+        _split(strategy.choices, mesh),
+        "" if axis is None else mesh.axis_names[axis],
+        ranks,
+        experts,
+        chosen,
+        here,
+        tokens,
+        expert_rows,
+        expert_rows * here,
+        busiest * expert_rows * here,
+        0 if axis is None else rows_at_once(tokens, experts, chosen, ranks),
+        *sent[0],
+        seconds[name],
+        *sent[1],
+        seconds[grad] if grad else 0.0,
+    )
+
+
+def _sent(region: Region, mesh: Mesh, name: str) -> tuple[float, float]:
+    """Bytes that a rank sends in an exchange, and its seconds."""
+    if not name:
+        return 0.0, 0.0
+    found = exchange_of(*region.ops[name], region.strategies[name], mesh.sizes)
+    if found is None:
+        return 0.0, 0.0
+    return found.bytes_sent, exposed_seconds(*region.ops[name], region.strategies[name], mesh)
+
+
+def _split(choices: Sequence[Choice], mesh: Mesh) -> str:
+    """`tokens and experts over ep; widths over tp`"""
+    words = []
+    for choice, axis, size in zip(choices, mesh.axis_names, mesh.sizes, strict=True):
+        if size > 1 and choice.kind == "exchange":
+            words.append(f"tokens and experts over {axis}")
+        elif size > 1 and choice.kind == "factor" and choice.factor is not None:
+            factor = choice.factor.strip("()").split()
+            words.append(f"{next((_WHAT[each] for each in factor if each in _WHAT), choice.factor)} over {axis}")
+    return "; ".join(words)
+
+
+def expert_rows(plan: PlanRecord) -> list[dict[str, Any]]:
+    """Of the report's tab: each layer with its module, how often a step calls it, and the item of its operator."""
+    rows = []
+    for region in plan.drawn.regions:
+        modules = {op.name: op.module for op in region.ops}
+        for each in region.experts:
+            rows.append(
+                {
+                    **asdict(each),
+                    "module": modules[each.op],
+                    "item": f"op:{region.name}.{each.op}",
+                    "calls": region.calls,
+                    "times": region.calls * plan.interface.microbatches,
+                }
+            )
+    return rows

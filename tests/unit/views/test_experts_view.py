@@ -1,0 +1,103 @@
+"""The report's tab of experts, and the exchanges in the trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.api.plan import Plan
+from autopar.machine.hardware import Hardware
+from autopar.operators.rules.exchange_cost import ranks_of_token, rows_at_once
+from autopar.planner.plan.drawn import Views
+from autopar.views.content import Findings, content_of
+from autopar.views.step import spans_of
+
+pytestmark = pytest.mark.unit
+
+EXPERTS, CHOSEN, TOKENS = 8, 2, 32
+
+
+def mixtral(strategy: dict[str, str], mesh: dict[str, int], **options: Any) -> Plan:
+    """A Mixtral of two layers; 16 sequences of 8 tokens, 4 sequences a rank of data."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+        ids = torch.zeros((16, 8), dtype=torch.int64)
+    return autopar.plan(
+        model, autopar.Mesh(mesh, hardware="h100"), example_inputs={"input_ids": ids, "labels": ids},
+        strategy=strategy, expert_imbalance=1.5, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exchanged() -> Plan:
+    return mixtral({"dp": "expert"}, {"dp": 4})
+
+
+def rows_of(plan: Plan) -> list[dict[str, Any]]:
+    rows = content_of(plan, Findings(), (), {})["experts"]
+    assert isinstance(rows, list)
+    return rows
+
+
+def test_a_layer_of_experts_by_hand(exchanged: Plan) -> None:
+    """Breaks if tokens of an expert or of a rank are miscounted: 32 tokens a rank choose 2 of 8 experts on 4 ranks, so
+    that an expert gets 32 of all 128, and a rank 64 choices.
+    """
+    (row,) = rows_of(exchanged)
+    assert (row["axis"], row["ranks"], row["experts"], row["chosen"]) == ("dp", 4, EXPERTS, CHOSEN)
+    assert (row["here"], row["tokens"], row["expert_rows"], row["rows"]) == (2, TOKENS, 32, 64)
+    assert row["busiest_rows"] == pytest.approx(1.5 * 64)
+    assert row["round_rows"] == rows_at_once(TOKENS, EXPERTS, CHOSEN, 4)
+    assert row["split"] == "tokens and experts over dp" and (row["calls"], row["times"]) == (2, 2)
+    away = TOKENS * ranks_of_token(EXPERTS, CHOSEN, 4) * 3 / 4
+    assert row["forward_bytes"] == pytest.approx(away * (2 * 16 * 4 + CHOSEN * 8) + 3 * 4 * 8)
+
+
+def test_exchanges_are_those_of_the_plan(exchanged: Plan) -> None:
+    """Breaks if the tab's bytes or seconds are not what the plan's collectives have."""
+    (row,) = rows_of(exchanged)
+    own = [each for each in exchanged.collectives if each.kind == "exchange"]
+    for phase in ("forward", "backward"):
+        planned = [each for each in own if each.phase == phase]
+        assert row["times"] * row[f"{phase}_bytes"] == pytest.approx(sum(each.bytes_sent for each in planned))
+        assert row["times"] * row[f"{phase}_s"] == pytest.approx(sum(each.seconds for each in planned))
+        assert row[f"{phase}_compute_s"] > 0
+    assert row["item"] in content_of(exchanged, Findings(), (), {})["items"]
+
+
+def test_experts_that_stay_send_nothing() -> None:
+    """Breaks if an axis that splits widths or experts alone is said to exchange, or the busiest rank to have more."""
+    for name, words in (("tensor", "widths over tp"), ("expert+sum", "experts over tp")):
+        (row,) = rows_of(mixtral({"dp": "ddp", "tp": name}, {"dp": 2, "tp": 2}))
+        assert row["split"] == f"tokens over dp; {words}" and row["axis"] == "" and row["round_rows"] == 0
+        assert row["rows"] == row["busiest_rows"] and row["forward_bytes"] == row["forward_s"] == 0.0
+        assert row["rows"] == 64 * CHOSEN / (2 if name == "expert+sum" else 1)
+
+
+def test_what_is_shown_of_experts_is_saved(exchanged: Plan) -> None:
+    """Breaks if a loaded plan has lost its layers of experts, or a plan of before them cannot be read."""
+    views = exchanged.drawn
+    data = json.loads(json.dumps(views.to_data()))
+    assert Views.from_data(data) == views and any(region.experts for region in views.regions)
+    for region in data["regions"]:
+        del region["experts"]
+    assert not any(region.experts for region in Views.from_data(data).regions)
+
+
+def test_exchanges_have_their_place_in_the_step(exchanged: Plan) -> None:
+    """Breaks if the trace has no span for an exchange, on the lane of its link, with its bytes."""
+    assert exchanged.program is not None and isinstance(exchanged.mesh.hardware, Hardware)
+    spans = [each for each in spans_of(exchanged.program, exchanged.cost) if each.name.startswith("exchange")]
+    assert {each.track for each in spans} == {"node"} and {each.phase for each in spans} == {"forward", "backward"}
+    own = [each for each in exchanged.collectives if each.kind == "exchange"]
+    assert sum(each.bytes_sent for each in spans) == pytest.approx(sum(each.bytes_sent for each in own))
+    assert sum(each.end_s - each.start_s for each in spans) >= 0.99 * sum(each.seconds for each in own)
