@@ -320,17 +320,25 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
         program = programs.recomputing(mode, Spread.of(strategies, asked.mesh))
         return least_seconds(program, programs.computing_s(mode), strategies, asked.mesh)
 
+    excluded = set[tuple[str, ...]]()
     for strategies in sorted(context_candidates(asked), key=lambda each: least_s(each, modes[0])):
-        spread = Spread.of(strategies, asked.mesh)
+        spread, splits = Spread.of(strategies, asked.mesh), _splits(strategies)
         for mode in modes:
-            if least_s(strategies, mode) >= tried.step_s:
+            if splits in excluded or least_s(strategies, mode) >= tried.step_s:
                 break
             yield replace(asked, rematerialize=mode, placed_by=strategies, spread=spread, explain=False)
-            if tried.last is not None or tried.excluded:
+            if tried.excluded:
+                excluded.add(splits)
+            if tried.last is not None:
                 break
     if tried.best is not None and tried.best[0].spread is not None:
         attempt = tried.best[0]
         yield replace(asked, rematerialize=attempt.rematerialize, spread=attempt.spread, explain=False)
+
+
+def _splits(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the axes do to values; how parameters are kept where they split the batch excludes nothing."""
+    return tuple("" if each.inputs == "batch" and not splits_sequence(each) else each.name for each in strategies)
 
 
 def waited_for(plan: PlanRecord) -> float:
