@@ -91,7 +91,7 @@ Detail = Mapping[str, str]
 class Call(NamedTuple):
     """What a rank is about to run. number: of the forward. inputs: by name. modes: of the model's modules. graph: says
     the same on ranks whose models were traced to the same graph. trained: which of its parameters want gradients.
-    graded: which have one.
+    graded: which have one. kinds: of all inputs, by name, where `inputs` are those alone whose values are compared.
     """
 
     number: int
@@ -100,6 +100,15 @@ class Call(NamedTuple):
     graph: str = ""
     trained: Sequence[bool] = ()
     graded: Sequence[bool] = ()
+    kinds: Mapping[str, str] | None = None
+
+    def kinds_of_inputs(self) -> Mapping[str, str]:
+        """What each input is, but for its values."""
+        return {name: _kind(leaf) for name, leaf in self.inputs.items()} if self.kinds is None else self.kinds
+
+    def compared(self) -> tuple[str, ...]:
+        """The inputs whose values are compared, in their order."""
+        return tuple(name for name, leaf in self.inputs.items() if _is_compared(leaf))
 
 
 class _Sent(NamedTuple):
@@ -131,7 +140,7 @@ class Agreement:
         self._steps = 0
         self._given: list[Tensor] = []
         self._sent: _Sent | None = None
-        self._seed: int | Tensor = 0
+        self._seed: int | Tensor | None = None
 
     def note(self, optimizer: Optimizer) -> None:
         """Called before each step of an optimizer."""
@@ -158,22 +167,23 @@ class Agreement:
             AutoparError: ranks differ; says which, in what, and what each has. Or a rank did not come: says which.
         """
         self.settle()
-        self._seed = draws.peek()
+        self._seed = None
         if dist.get_world_size() == 1:
             return
+        seed = draws.peek()
         modes, trained, records, settings = call.modes, call.trained, torch.is_grad_enabled(), self.settings
         graded, steps, (losses, self._given) = call.graded, self._steps, (self._given, [])
         written = self.writes.taken()
         given = digest(torch.stack(losses).double().to(self.device)) if losses else 0
         alike = self.alike if records else None
         samples = [] if alike is None else alike.numbers(call.number)
-        kinds = {name: _kind(leaf) for name, leaf in call.inputs.items()}
+        kinds = call.kinds_of_inputs()
         alike_everywhere = {name: x for name, x in call.inputs.items() if _is_compared(x) and name not in self.apart}
         values = {name: _values(x, self.device) for name, x in alike_everywhere.items()}
         texts = (repr(kinds), call.graph, repr(bytes(trained)), settings)
         known = (call.number, _hash(bytes(modes)), int(records), *map(_hash, texts))
         known = (*known, steps, _hash(bytes(graded)), int(bool(written)))
-        known = (*known, 0, _hash(self.held), 0, self._seed, *[0] * len(samples))
+        known = (*known, 0, _hash(self.held), 0, seed, *[0] * len(samples))
         odd = [torch.zeros((), dtype=torch.int64, device=self.device)]
         odd += [value * (2 * place + 1) for place, value in enumerate(values.values())]
         own = torch.tensor(known, dtype=torch.int64).to(self.device)
@@ -203,10 +213,11 @@ class Agreement:
         """The seed of the forward that has begun, which it takes from the generator: the same number on every rank, or
         an int64 scalar on the device, which nobody waits for.
         """
+        seed = draws.peek() if self._seed is None else self._seed
         draws.take()
         if self._sent is not None:
             self._sent.work.wait()  # the stream does
-        return int(self._seed) if self.device.type == "cpu" else self._seed
+        return int(seed) if self.device.type == "cpu" else seed
 
     def settle(self) -> None:
         """Compare what was sent last, unless that was done. Raises as `begin`."""

@@ -21,13 +21,19 @@ from torch.distributed.tensor.placement_types import Placement
 from autopar.base.torch_compat.distributed import local_tensor
 
 
+def is_plain_index(index: Any) -> bool:
+    """Whether it is of numbers, slices, None and Ellipsis."""
+    given = index if isinstance(index, tuple) else (index,)
+    return all(type(each) in (int, slice, type(None), type(Ellipsis)) for each in given)
+
+
 def part(x: DTensor, index: Any) -> DTensor | None:
     """`x[index]` in pieces, for an index of numbers, slices, None and Ellipsis that takes all of what is split; None
     for any other.
     """
-    index = index if isinstance(index, tuple) else (index,)
-    if not _is_plain(x) or not all(type(each) in (int, slice, type(None), type(Ellipsis)) for each in index):
+    if not _is_plain(x) or not is_plain_index(index):
         return None
+    index = index if isinstance(index, tuple) else (index,)
     taken = sum(type(each) in (int, slice) for each in index)
     rest = [slice(None)] * (x.ndim - taken)
     if any(each is Ellipsis for each in index):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
-from autopar.base.text import format_bytes
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, set_tensor_hooks, tensor_hooks
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
@@ -33,12 +31,12 @@ from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.edits import Edits
 from autopar.runtime.executable import Executable
+from autopar.runtime.first_time import FirstTimes
 from autopar.runtime.granted import Granted
 from autopar.runtime.holders import Absent, held_by, holders, remove
 from autopar.runtime.hooks import Hooks
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
-from autopar.runtime.meeting import meet
 from autopar.runtime.microbatches import Batch, make_batch
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
@@ -52,6 +50,7 @@ from autopar.runtime.refused import (
     parameter_of,
     parameters_before,
 )  # fmt: skip
+from autopar.runtime.repeats import Given, Repeat, Repeats, repeat_of
 from autopar.runtime.seen_whole import SeenWhole, Term, seen_whole
 from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_in_turn
 
@@ -112,11 +111,12 @@ class Engine:
         self._received: dict[object, set[str]] = {}
         self._constants: dict[object, Tensors] = {}
         self._deferred: list[Callable[[], None]] = []
+        self.repeats = Repeats()
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
         self.cache_maker: Callable[[int, int, torch.device, Tensor | None], Any] | None = None
         self.planned_forward: Callable[..., Any] | None = None
-        self._gathered: set[str] = set()
+        self.first_times = FirstTimes(self.comm)
         self._known: dict[str, nn.Parameter] = {}
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
@@ -128,7 +128,6 @@ class Engine:
 
         Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
         """
-        self.hooks.check()
         kind = self.comm.device.type
         if torch.is_autocast_enabled(kind):
             check_autocast(torch.get_autocast_dtype(kind), self.precision)
@@ -138,6 +137,12 @@ class Engine:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.granted.settle()
         lost_writes.check()
+        may_repeat = not args and not torch.is_grad_enabled() and self.record is None
+        given = Given.of(kwargs) if may_repeat else None
+        repeat = None if given is None else self.repeats.find(given)
+        if given is not None and repeat is not None and (found := self._repeated(repeat, given.leaves)) is not None:
+            return found
+        self.hooks.check()
         call = call_of(self._num_forwards, self.model, args, kwargs)
         self.agreement.begin(call)
         check_inputs(call.inputs)
@@ -173,9 +178,29 @@ class Engine:
             if isinstance(each, SeenWhole):
                 each._hooked = partial(hooked.add, place)
         output = executable.rebuild_output(seen)
+        if given is not None and executable.repeats and interface.pipeline is None:
+            held = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]
+            with_what = (call, given.leaves, batch.inputs, seen, output, held, constants)
+            self.repeats.keep(given, partial(repeat_of, executable, program, self.inner, self.model, *with_what))
         if self.watch is not None and torch.is_grad_enabled():
             self.watch.forward_ended(output, inputs, executable.added)
         return output
+
+    def _repeated(self, repeat: Repeat, leaves: Mapping[str, Any]) -> Any:
+        """The output of a call of a kind that was there before; None where it is none. Collective."""
+        states, state = repeat.states_of(leaves), repeat.state()
+        if states is None or state is None:
+            self.repeats.drop(repeat)
+            return None
+        self.agreement.begin(repeat.call_of(self._num_forwards, leaves, states))
+        self._num_forwards += 1
+        self.finish_recording()
+        with torch.no_grad():
+            seen = repeat.run(leaves, states, state, self._scalar)
+        self.repeats.limit_graphs()
+        if repeat.executable.interface.granted:
+            self.granted.ask(repeat.executable.interface.granted, seen)
+        return repeat.output(seen, leaves)
 
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The program for a batch of these shapes, before one comes. Collective."""
@@ -188,13 +213,15 @@ class Engine:
         """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
         if not isinstance(value, DTensor):
             return None if value is None else self._scalar(value)
-        gather_first = partial(self._before_gather, entry.name, value.shape, value.dtype)
-        seen = seen_whole(value, gather_first, choose_first=partial(self._before_choice, entry.name))
+        gather_first = partial(self.first_times.gather, entry.name, value.shape, value.dtype)
+        seen = seen_whole(value, gather_first, choose_first=partial(self.first_times.choose, entry.name))
         if local_tensor(value).is_meta:  # another stage keeps it: here it has a shape alone
             seen._whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
         return seen
 
     def _scalar(self, value: Tensor) -> Tensor:
+        if not value.is_floating_point():  # a count: nobody adds terms to it
+            return value
         found = value.as_subclass(Term)
         if found.requires_grad:
             found.register_hook(self.agreement.note_gradient)
@@ -205,41 +232,10 @@ class Engine:
         assert self.cache_maker is not None
         return self.cache_maker(batch, length, self.comm.device, encoded)
 
-    def _before_choice(self, name: str) -> None:
-        """The first time that the largest of an output is looked for: every rank has to."""
-        what = f"look for the largest of {name}"
-        if self.inner is self.comm and not {name, what} & self._gathered:
-            self._gathered.add(what)
-            meet(what, self.comm.timeout_s, f"Ask for the largest of {name} on every rank (and print on one)")
-
-    def _before_gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """The first time that an output is looked at whole: every rank has to, and it has a price."""
-        if name in self._gathered:
-            return
-        self._gathered.add(name)
-        if self.inner is self.comm:  # outputs of a pipeline are on the ranks of its last stage
-            remedy = f"Look at {name} on every rank (and print on one), or at this rank's piece: {name}.to_local()"
-            meet(f"look at the whole {name}", self.comm.timeout_s, remedy)
-        size = format_bytes(math.prod(shape) * dtype.itemsize)
-        logger.warning(
-            "autopar: %s is used as a whole tensor: wherever that is, %s are gathered on every rank (a loss that the "
-            "model computes itself, and %s.to_local(), need no gather)", name, size, name,
-        )  # fmt: skip
-
     def before_alone(self, name: str, module: nn.Module, num_bytes: int) -> None:
         """The first time that a module is called by itself: every rank has to, and it has a price."""
-        if name in self._gathered:
-            return
-        self._gathered.add(name)
-        if self.agreement.alike is not None:
+        if self.first_times.call(name, num_bytes) and self.agreement.alike is not None:
             self.agreement.alike.leave_out(module)
-        if self.inner is self.comm:
-            meet(f"call {name}", self.comm.timeout_s, f"Call {name} on every rank: each hands in its pieces")
-        logger.warning(
-            "autopar: %s is called by itself: wherever that is, %s of its parameters are gathered on every rank, and "
-            "each computes all of it. What forward returns (output_hidden_states=True), and a loss that is planned "
-            "with the model (loss=), need not", name, format_bytes(num_bytes),
-        )  # fmt: skip
 
     def _constants_of(self, executable: Executable) -> Tensors:
         """On this device. Programs for other batches may have others under the same names."""
@@ -332,7 +328,7 @@ class Engine:
         if interface.pipeline is not None:
             inner = self.comm.within(interface.axes)
             assert isinstance(inner, ProcessGroupComm)
-            self.inner = inner
+            self.inner, self.first_times.is_apart = inner, True
         here = held_by(interface, self.place_along(interface))
         self.absent = tuple(
             self._drop(found[entry.name], entry, holders(interface)[entry.name])
@@ -374,7 +370,7 @@ class Engine:
         prepare = self.prepare if self.prepare_for is None else self.prepare_for(model)
         other = Engine(model, self.device_mesh, prepare, self.prepare_for)
         other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
-        other.cache_maker = self.cache_maker
+        other.cache_maker, other.first_times.is_apart = self.cache_maker, self.first_times.is_apart
         other.hooks = Hooks(model, self.hooks)
         hook_modules(other)
         other.agreement.held = self.agreement.held

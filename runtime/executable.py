@@ -24,7 +24,8 @@ class Executable:
     constants: the values of what the program calls buffers and the model has not.
     added: what `flatten_inputs` adds to the batch, for outputs to be cut back. leaves: of the model's output, in order:
     numbers of the interface's outputs, and what stands there as it is. key: of the program, which those
-    have in common that differ in what is added.
+    have in common that differ in what is added. repeats: whether another batch of the same shapes and arguments, of
+    the model in the same modes, gets this executable whatever is in it (`repeats.py`).
     """
 
     interface: ProgramInterface
@@ -38,3 +39,4 @@ class Executable:
     added: Added | None = None
     leaves: Sequence[int | str | None] = ()
     key: object = field(default_factory=object)
+    repeats: bool = False

@@ -164,8 +164,11 @@ def whole(x: Any) -> Any:
     is_split = any(not isinstance(placement, Replicate) for placement in x.placements)
     if is_split and x._gather_first is not None:
         x._gather_first()
-    with torch.set_grad_enabled(x.requires_grad):
-        found = _Gathered.apply(x)
+    if is_split or x.requires_grad:
+        with torch.set_grad_enabled(x.requires_grad):
+            found = _Gathered.apply(x)
+    else:
+        found = local_tensor(x).clone()
     assert isinstance(found, Tensor)
     if x._is_kept:
         x._whole = found
@@ -205,6 +208,8 @@ def _piecewise(func: Any, x: SeenWhole, others: Any, kwargs: Any) -> SeenWhole:
 def _of_pieces(name: str, x: SeenWhole, args: Any, kwargs: Any) -> Any:
     """What can be said of pieces without the whole; None of the rest."""
     if name == "__getitem__" and not x.requires_grad:
+        if chosen_among.is_plain_index(args[1]) and all(type(each) is Replicate for each in x.placements):
+            return local_tensor(x)[args[1]].clone()
         found = chosen_among.part(_in_pieces(x, local_tensor(x), DTensor), args[1])
         return None if found is None else seen_whole(found, x._gather_first, choose_first=x._choose_first)
     if name not in chosen_among.BY_NAME:

@@ -484,7 +484,7 @@ class _Planner:
         return Executable(
             plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions,
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
-            self._latest_constants, leaves=plan.output_leaves,
+            self._latest_constants, leaves=plan.output_leaves, repeats=not plan.training and self.loss is None,
         )  # fmt: skip
 
 

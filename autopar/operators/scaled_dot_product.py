@@ -70,11 +70,16 @@ def attention(
         out, lse = attention_math(q, k, v, bias, keys, seed, said)
     elif _fits_cpu_flash(q, v, bias):
         mask = _mask(said, bias, keys, q, k)
-        k, v = per_query_head(k, q), per_query_head(v, q)
+        shape, rows = q.shape, q
+        if q.shape[2] == 1 and not causal and (mask is None or mask.dim() < 3 or mask.shape[-3] == 1):
+            rows = q.reshape(shape[0], k.shape[1], -1, shape[3])  # one token: heads that read the same keys are queries
+        else:
+            k, v = per_query_head(k, q), per_query_head(v, q)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=said.scale
+            rows, k, v, 0.0, causal, attn_mask=mask, scale=said.scale
         )
-        lse = _hidden(lse, mask, q, k, causal)
+        lse = _hidden(lse, mask, rows, k, causal)
+        out, lse = out.reshape(*shape[:3], -1), lse.reshape(shape[:3])
     elif _fits_cuda_flash(q, k, v, bias, keys, said) and takes_cudnn(q):
         out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=said.scale)[
             :2

@@ -3,10 +3,10 @@
     python benchmarks/first_light/run.py SECTION… --out DIR [--budget SECONDS] [--jobs N] [--profile FILE]
                                          [--device cpu] [--quick]
 
-Sections, in the order given: env, kernels, train, streams, candidates, attention, step1b, calibrate, accuracy. Each is
-a process of its own, ended when the budget is; what it has found by then is kept. DIR gets SECTION.jsonl, a row a line,
-and SECTION.log, what it printed. A short table comes last. Exit code: 0; 1 where a row is wrong or a section broke; 2
-for bad arguments.
+Sections, in the order given: env, kernels, train, streams, candidates, attention, step1b, generate, calibrate,
+accuracy. Each is a process of its own, ended when the budget is; what it has found by then is kept. DIR gets
+SECTION.jsonl, a row a line, and SECTION.log, what it printed. A short table comes last. Exit code: 0; 1 where a row is
+wrong or a section broke; 2 for bad arguments.
 
 --jobs: kernels, train, streams and candidates, which time nothing, run beside each other, their cases shared among as
 many processes: what they wait for is compilers, on the host's cores.
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 TOGETHER = ("kernels", "train", "streams", "candidates")
 """Sections that time nothing."""
-SECTIONS = ("env", *TOGETHER, "attention", "step1b", "calibrate", "accuracy")
+SECTIONS = ("env", *TOGETHER, "attention", "step1b", "generate", "calibrate", "accuracy")
 ENDED = ("", "out of time", "no time left")
 """Ways to end that are no fault."""
 LEAST_S = 5.0

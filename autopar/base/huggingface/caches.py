@@ -7,6 +7,7 @@ a function of it. All layers have the length of the longest sequence: where atte
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -136,7 +137,11 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
     """
     from autopar.base.huggingface.states import Layout, StateCache, StatePairCache, states_across, states_of_layer
 
-    layers, crossing = _written_layers(model, batch, encoded)
+    known = _known.setdefault(model, {})
+    key = (batch, None if encoded is None else (tuple(encoded.shape), encoded.dtype))
+    if key not in known:
+        known[key] = _written_layers(model, batch, encoded)
+    layers, crossing = known[key]
     across = 0 if encoded is None else encoded.shape[1]
     layouts: list[Layout] = []
     states: list[Tensor] = []
@@ -149,6 +154,10 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
         layouts.append(layout)
         states += kept
     return StateCache(layouts, states) if encoded is None else StatePairCache.of(layouts, states)
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[list[Any], list[Any]]]] = weakref.WeakKeyDictionary()
+"""What models' layers keep, on meta, by rows and what an encoder gave."""
 
 
 def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[list[Any], list[Any]]:

@@ -1,0 +1,450 @@
+"""A forward without gradients that is of a kind of one before, as the tokens of `generate()` are: what was looked up
+for that one (the program, where inputs go and outputs come from, how they lie) is used again.
+
+    kind of the batch, model as it was ──► this rank's pieces ──► the program (or its graph) ──► the model's output
+
+All that is left out is what gives the same again: nothing that ranks tell each other is. Anything that is otherwise
+than in that call (a module in another mode, a parameter in another's place, a cache that lies otherwise) is no repeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.base import environment
+from autopar.base.huggingface.adapters import SWITCHES
+from autopar.base.huggingface.caches import is_cache
+from autopar.base.torch_compat.distributed import local_tensor
+from autopar.ir.interface import TensorInterface
+from autopar.ir.sharding import Partial, Shard
+from autopar.runtime.agreement import Call
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.executable import Executable
+from autopar.runtime.graphs import Capture, Graph, Run, StateUses, cuda_graph
+from autopar.runtime.hooks import BACKWARD, FORWARD
+from autopar.runtime.layout import shard
+from autopar.runtime.loader import LoadedProgram, Tensors
+from autopar.runtime.microbatches import seed_of
+from autopar.runtime.placements import from_dtensor_placements
+from autopar.runtime.seen_whole import SeenWhole, Term
+from autopar.runtime.step import in_blocks
+
+logger = logging.getLogger("autopar")
+
+Kind = tuple[Any, ...]
+PLAIN = (bool, int, float, str, type(None))
+"""Arguments that are compared as they are."""
+MOST = 64
+"""Kinds of calls that a model keeps."""
+MOST_GRAPHS = 4
+"""Of them, those whose program is a graph, which holds a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments of a call. kind: what tells calls apart but for their values and how caches lie. leaves: tensors,
+    caches and plain arguments by their path.
+    """
+
+    kind: Kind
+    leaves: Mapping[str, Any]
+
+    @staticmethod
+    def of(kwargs: Mapping[str, Any]) -> Given | None:
+        """None: a call with arguments of other kinds."""
+        kind: list[Any] = []
+        leaves: dict[str, Any] = {}
+        return Given(tuple(kind), leaves) if _read(kwargs.items(), "", kind, leaves) else None
+
+
+def _read(items: Iterable[tuple[Any, Any]], above: str, kind: list[Any], leaves: dict[str, Any]) -> bool:
+    """Add to the kind and the leaves; whether all of them are of kinds that are known."""
+    for name, value in items:
+        path = f"{above}{name}"
+        if type(value) is Tensor:
+            kind.append((path, value.shape, value.dtype, value.device))
+        elif type(value) in PLAIN:
+            kind.append((path, type(value), value))
+        elif is_cache(value):
+            kind.append((path, type(value), tuple(value.layouts())))
+        elif isinstance(value, dict | tuple | list):
+            kind.append((path, type(value), len(value)))
+            inside = value.items() if isinstance(value, dict) else enumerate(value)
+            if not _read(inside, f"{path}.", kind, leaves):
+                return False
+            continue
+        else:
+            return False
+        leaves[path] = value
+    return True
+
+
+class Repeats:
+    """The kinds of calls of a model that may come again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Kind, Repeat] = {}
+
+    def find(self, given: Given) -> Repeat | None:
+        """The one that a call is of, where the model is as it was."""
+        found = self._kept.get(given.kind)
+        if found is not None and not found.snapshot.holds():
+            self._kept.clear()
+            return None
+        return found
+
+    def drop(self, repeat: Repeat) -> None:
+        """It is none any more."""
+        self._kept = {kind: each for kind, each in self._kept.items() if each is not repeat}
+
+    def keep(self, given: Given, make: Callable[[], Repeat | None]) -> None:
+        """Keep what a call left for others of its kind, if that is new."""
+        made = None if given.kind in self._kept else make()
+        if made is not None:
+            self._kept[given.kind] = made
+            self._kept.pop(next(iter(self._kept)) if len(self._kept) > MOST else None, None)  # type: ignore[arg-type]
+
+    def num_graphs(self) -> int:
+        """How many of them are graphs now."""
+        return sum(each.has_graph for each in self._kept.values())
+
+    def limit_graphs(self) -> None:
+        """Few hold memory: the latest."""
+        graphs = [each for each in self._kept.values() if each.has_graph]
+        for each in graphs[:-MOST_GRAPHS]:
+            each.drop_graph()
+
+
+class Snapshot:
+    """What of a model, beside its values, decides what a forward of it is: as one forward found it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._modules = [
+            (vars(module), module, type(module), module.training, tuple(module._modules.values()),
+             tuple(module._parameters.values()))
+            for module in modules
+        ]  # fmt: skip
+        inside = [getattr(each, kind) for each in modules[1:] for kind in {**FORWARD, **BACKWARD}]
+        self._hooks = [(hooks, tuple(hooks)) for hooks in inside]
+        numbers = [
+            (vars(module), name, value)
+            for module in modules
+            for name, value in vars(module).items()
+            if (type(value) in (bool, int, float) and name != "training") or name in SWITCHES
+        ]
+        self._names = [(held, name) for held, name, _ in numbers]
+        self._values = [list(x) if isinstance(x, list) else x for *_, x in numbers]
+        self._parameters = [(p, p.requires_grad, p.grad is None) for p in model.parameters()]
+
+    def holds(self) -> bool:
+        """Whether all of it is as it was."""
+        for held, module, kind, training, children, parameters in self._modules:
+            if (
+                type(module) is not kind
+                or held["training"] is not training
+                or tuple(held["_modules"].values()) != children
+                or not _are_same(tuple(held["_parameters"].values()), parameters)
+            ):
+                return False
+        if [held.get(name) for held, name in self._names] != self._values:
+            return False
+        if any(tuple(hooks) != keys for hooks, keys in self._hooks):
+            return False
+        return all(p.requires_grad is wants and (p.grad is None) is has_none for p, wants, has_none in self._parameters)
+
+
+def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Object by object: `==` of tensors is something else."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a tensor comes from: an argument of the call; of a cache, a state by its number.
+
+    spec: how the state lies; None of a number. entry: the input of the program that it is.
+    """
+
+    argument: str
+    state: int | None = None
+    spec: Any = None
+    entry: TensorInterface | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Repeat:
+    """A kind of call. compared: the inputs whose values ranks compare. specs: how outputs lie, None of numbers.
+    named: this rank's parameters, with how they lie. kind, fields: of the model's output, and the places of outputs in
+    it; None where it is no plain structure of these. capture: what makes a graph of the program. states: of a program
+    that may be one, its inputs that are states, with the places of the outputs that they become.
+    """
+
+    executable: Executable
+    program: LoadedProgram
+    snapshot: Snapshot
+    call: Call
+    compared: Mapping[str, _Source]
+    sources: Sequence[_Source]
+    specs: Sequence[Any]
+    named: Sequence[tuple[TensorInterface, nn.Parameter, Any]]
+    buffers: Sequence[tuple[str, Mapping[str, Any], str]]
+    comm: Communicator
+    seed: Any
+    kind: Callable[..., Any]
+    fields: Sequence[tuple[str, Any]] | None
+    gather_first: Sequence[Callable[[], None] | None]
+    choose_first: Sequence[Callable[[], None] | None]
+    capture: Capture | None
+    states: Mapping[str, int]
+    _num_runs: int = 0
+    _written: frozenset[str] = frozenset()
+    _graph: Graph | None = None
+
+    def states_of(self, leaves: Mapping[str, Any]) -> dict[str, list[Any]] | None:
+        """The states of the call's caches, by argument; None where one lies otherwise than in the call before."""
+        found = {name: value.states() for name, value in leaves.items() if is_cache(value)}
+        for source in self.sources:
+            if source.state is None:
+                continue
+            given = found[source.argument]
+            state = given[source.state] if source.state < len(given) else None
+            if source.spec is None:
+                if type(state) not in (Tensor, Term):
+                    return None
+                continue
+            if not isinstance(state, DTensor) or getattr(state, "_whole", None) is not None:
+                return None
+            if state._spec is not source.spec and state._spec != source.spec:
+                return None
+        return found
+
+    def inputs(self, leaves: Mapping[str, Any], states: Mapping[str, list[Any]]) -> Tensors:
+        """This rank's pieces of the program's inputs."""
+        found: Tensors = {}
+        for source in self.sources:
+            entry = source.entry
+            assert entry is not None
+            given = leaves[source.argument] if source.state is None else states[source.argument][source.state]
+            if source.spec is not None:
+                found[entry.name] = local_tensor(given)
+                continue
+            x = given.detach().to(self.comm.device, non_blocking=True)
+            found[entry.name] = shard(x, entry.sharding, self.comm) if states and _is_split(entry) else x
+        return found if states else self.program.split_inputs(self.comm, found)
+
+    def state(self) -> Tensors | None:
+        """This rank's parameters and buffers by name; None where a parameter lies otherwise than in the call before."""
+        found: Tensors = {}
+        for entry, parameter, spec in self.named:
+            if parameter._spec is not spec:  # type: ignore[attr-defined]
+                return None
+            local = local_tensor(parameter)  # type: ignore[arg-type]
+            found[entry.name] = local
+            for alias in entry.aliases:
+                found[alias] = local
+        for name, held, own in self.buffers:
+            found[name] = held[own]
+        return in_blocks(self.executable.interface, found)
+
+    def call_of(self, number: int, leaves: Mapping[str, Any], states: Mapping[str, list[Any]]) -> Call:
+        """What ranks compare, as of the call before, with these inputs' values."""
+        given = {
+            name: leaves[at.argument] if at.state is None else states[at.argument][at.state]
+            for name, at in self.compared.items()
+        }
+        return self.call._replace(number=number, inputs=given)
+
+    def run(
+        self, leaves: Mapping[str, Any], states: Mapping[str, list[Any]], state: Tensors,
+        as_number: Callable[[Tensor], Tensor],
+    ) -> list[Any]:  # fmt: skip
+        """The program's outputs, as the user has them."""
+        inputs = self.inputs(leaves, states)
+
+        def forward(given: Tensors) -> Sequence[Tensor]:
+            return self.program.forward(self.comm, state, {}, given, self.seed)[0]
+
+        self._num_runs += 1
+        if self.states and self._num_runs == 1 and not self.executable.compile_regions:
+            with StateUses({name: inputs[name] for name in self.states}) as uses:
+                values = forward(inputs)
+            self._written = uses.only_written()
+            return self.seen(values, as_number, {})
+        addresses = [x.data_ptr() for x in state.values()] if self.states else []
+        is_elsewhere = self._graph is not None and self._graph.addresses != addresses
+        if self.states and (self._num_runs == 2 or is_elsewhere):
+            self._graph = self._captured(forward, inputs, addresses)
+        graph = self._graph
+        if graph is None or not graph.fits(inputs, addresses):
+            return self.seen(forward(inputs), as_number, {})
+        values = graph(inputs)
+        given = {source.entry.name: states[source.argument][source.state] for source in self.sources
+                 if source.state is not None and source.entry is not None}  # fmt: skip
+        same = {place: given[name] for name, place in self.states.items() if graph.has_out(name, given[name])}
+        seen = self.seen(values, as_number, same)
+        graph.hand_out(seen)
+        return seen
+
+    def _captured(self, forward: Run, inputs: Tensors, addresses: Sequence[int]) -> Graph | None:
+        assert self.capture is not None
+        try:
+            return Graph(forward, inputs, self.states, self._written, addresses, self.capture)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0][:200]
+            logger.info("autopar: the program %s is no CUDA graph: %s", self.program.filename, why)
+            return None
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether it holds memory of a graph."""
+        return self._graph is not None
+
+    def drop_graph(self) -> None:
+        """Free its memory; it runs plainly from now on."""
+        self._graph = None
+
+    def seen(
+        self, values: Sequence[Tensor], as_number: Callable[[Tensor], Tensor], same: Mapping[int, Any]
+    ) -> list[Any]:
+        """Outputs as the user has them. values: this rank's pieces. same: those that the user has already, by place."""
+        found: list[Any] = []
+        for place, (value, spec) in enumerate(zip(values, self.specs, strict=True)):
+            if place in same:
+                found.append(same[place])
+                continue
+            if spec is None:
+                found.append(as_number(value))
+                continue
+            each = SeenWhole(value, spec, requires_grad=False)  # pyright: ignore
+            each._gather_first, each._choose_first = self.gather_first[place], self.choose_first[place]
+            found.append(each)
+        return found
+
+    def output(self, seen: Sequence[Any], leaves: Mapping[str, Any]) -> Any:
+        """What the model's forward returns. seen: its outputs."""
+        if self.fields is None:
+            return self.executable.rebuild_output(seen)
+        found: dict[str, Any] = {}
+        for name, place in self.fields:
+            found[name] = seen[place] if isinstance(place, int) else leaves[name].after([seen[i] for i in place])
+        return self.kind(**found)
+
+
+def repeat_of(
+    executable: Executable,
+    program: LoadedProgram,
+    comm: Communicator,
+    model: nn.Module,
+    call: Call,
+    leaves: Mapping[str, Any],
+    inputs: Mapping[str, Tensor],
+    seen: Sequence[Tensor | None],
+    output: Any,
+    parameters: Sequence[nn.Parameter],
+    constants: Mapping[str, Tensor],
+) -> Repeat | None:
+    """What a call left for others of its kind; None where they have to go the whole way.
+
+    call: as ranks compared it. inputs: of the program, as they were handed in. seen: outputs as the user has
+    them; output: made of these. parameters: in the interface's order.
+    """
+    interface = executable.interface
+    others = (interface.pipeline, executable.added, *interface.updates, *interface.by_value)
+    if any(each is not None for each in others) or not executable.repeats or interface.microbatches != 1:
+        return None
+    if program.draws or any(entry.block is not None for entry in (*interface.inputs, *interface.outputs)):
+        return None
+    sources = [_source(inputs.get(entry.name), leaves, entry) for entry in interface.inputs]
+    compared = {name: _source(call.inputs[name], leaves) for name in call.compared()}
+    if not all(sources) or not all(compared.values()):
+        return None
+    if any(each is None for each in seen) or not all(isinstance(p, DTensor) for p in parameters):
+        return None
+    buffers = []
+    for entry in interface.buffers:
+        path, _, own = entry.name.rpartition(".")
+        held = constants if entry.name in constants else model.get_submodule(path)._buffers
+        buffers.append((entry.name, held, entry.name if entry.name in constants else own))
+    outputs: list[Any] = list(seen)
+    fields = _fields_of(output, seen, leaves)
+    capture = cuda_graph if may_be_graph(comm) else None
+    is_padded = any(entry.block is not None for entry in interface.parameters)
+    may_capture = capture is not None and not is_padded and not interface.granted
+    kept = call._replace(inputs={}, kinds=call.kinds_of_inputs())
+    return Repeat(
+        executable, program, Snapshot(model), kept,
+        {name: each for name, each in compared.items() if each is not None},
+        [each for each in sources if each is not None],
+        [getattr(each, "_spec", None) for each in outputs],
+        [(entry, p, p._spec) for entry, p in zip(interface.parameters, parameters, strict=True)],  # type: ignore[attr-defined]
+        buffers, comm, seed_of(0, 0, comm.device), type(output), fields,
+        [getattr(each, "_gather_first", None) for each in outputs],
+        [getattr(each, "_choose_first", None) for each in outputs],
+        capture, _states(sources, fields) if may_capture else {},
+    )  # fmt: skip
+
+
+def _source(x: Tensor | None, leaves: Mapping[str, Any], entry: TensorInterface | None = None) -> _Source | None:
+    """Where a tensor came from; None where it was made on the way, or lies otherwise than the program takes it."""
+    for name, value in leaves.items():
+        if value is x and type(x) is Tensor:
+            return _Source(name, entry=entry)
+        for number, state in enumerate(value.states() if is_cache(value) else ()):
+            if state is x and isinstance(x, DTensor):
+                return _Source(name, number, x._spec, entry) if entry is None or _lies_as(x, entry) else None
+            if state is x and type(x) in (Tensor, Term) and x.ndim == 0:
+                return _Source(name, number, entry=entry)
+    return None
+
+
+def _lies_as(x: DTensor, entry: TensorInterface) -> bool:
+    return from_dtensor_placements(x.placements) == entry.sharding and str(x.dtype) == f"torch.{entry.dtype}"
+
+
+def _is_split(entry: TensorInterface) -> bool:
+    return any(isinstance(placement, Shard | Partial) for placement in entry.sharding)
+
+
+def _fields_of(output: Any, seen: Sequence[Any], leaves: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
+    """The places of a structure's outputs by its fields, of a cache those of its states; None of another structure."""
+    if not dataclasses.is_dataclass(output) or not isinstance(output, Mapping):
+        return None
+    places = {id(each): place for place, each in enumerate(seen)}
+    found: list[tuple[str, Any]] = []
+    for field in dataclasses.fields(output):
+        value = getattr(output, field.name)
+        if value is None:
+            continue
+        states = value.states() if is_cache(value) and is_cache(leaves.get(field.name)) else None
+        if states is not None and all(id(each) in places for each in states):
+            found.append((field.name, [places[id(each)] for each in states]))
+        elif id(value) in places:
+            found.append((field.name, places[id(value)]))
+        else:
+            return None
+    return found
+
+
+def _states(sources: Iterable[_Source | None], fields: Sequence[tuple[str, Any]] | None) -> dict[str, int]:
+    """The inputs that are states, with the places of the outputs that they become."""
+    places = {name: place for name, place in fields or () if not isinstance(place, int)}
+    return {
+        source.entry.name: places[source.argument][source.state]
+        for source in sources
+        if source is not None and source.state is not None and source.entry is not None and source.argument in places
+    }
+
+
+def may_be_graph(comm: Communicator) -> bool:
+    """Whether programs that are run again and again are CUDA graphs: on one GPU; on several where it is asked for."""
+    asked = environment.cuda_graphs()
+    return comm.device.type == "cuda" and asked != "0" and (asked == "1" or math.prod(comm.sizes) == 1)

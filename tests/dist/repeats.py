@@ -1,0 +1,131 @@
+"""What runs on each process of test_repeats.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.runtime import repeats
+from autopar.runtime.graphs import Work
+from tests.dist import generation
+
+
+def _compiled(model: Any, strategy: str = "tensor") -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",))
+    return autopar.compile(copy.deepcopy(model), mesh, strategy=strategy)
+
+
+def on_the_same_memory(work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    """As a CUDA graph does it: everything is computed anew into the memory of the first time."""
+    values = work()
+
+    def replay() -> None:
+        for kept, new in zip(values, work(), strict=True):
+            if kept is not new:
+                kept.copy_(new)
+
+    return values, replay
+
+
+def as_graphs() -> None:
+    """Have programs that may be CUDA graphs be something like it on a CPU."""
+    repeats.may_be_graph = lambda comm: True  # type: ignore[assignment]
+    repeats.cuda_graph = on_the_same_memory  # type: ignore[assignment]
+
+
+def _num_runs(compiled: Any) -> int:
+    kept = compiled.autopar.repeats._kept.values()
+    return sum(each._num_runs for each in kept)
+
+
+def tokens(name: str, graphs: bool) -> tuple[dict[str, list[list[int]]], int]:
+    """The tokens of every case, twice the same; how many calls were repeats."""
+    if graphs:
+        as_graphs()
+    model, prompt = generation.model_and_prompt(name)
+    compiled = _compiled(model)
+    found = generation.generated(compiled, prompt)
+    assert generation.generated(compiled, prompt) == found
+    return found, _num_runs(compiled)
+
+
+def kept_by_a_script() -> list[bool]:
+    """What a script keeps of one run is as it was after others: its cache, logits of every token."""
+    as_graphs()
+    model, prompt = generation.model_and_prompt("qwen2")
+    compiled = _compiled(model)
+    said: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for _ in range(2):
+        compiled.generate(**prompt, **said)
+    first = compiled.generate(**prompt, **said, output_logits=True, return_dict_in_generate=True)
+    plain = model.generate(**prompt, **said, output_logits=True, return_dict_in_generate=True)
+    logits = [
+        torch.allclose(x, y, atol=1e-5) for x, y in zip(first.logits, plain.logits, strict=True)
+    ]  # had a later token overwritten them, they would be those of the last
+    states = first.past_key_values.states()
+    before = [torch.as_tensor(x.full_tensor() if hasattr(x, "full_tensor") else x).clone() for x in states]
+    other = {**prompt, "input_ids": (prompt["input_ids"] * 7 + 3) % 90 + 5}
+    mine, theirs = (each.generate(**other, **said).tolist() for each in (compiled, model))
+    after = [torch.as_tensor(x.full_tensor() if hasattr(x, "full_tensor") else x) for x in states]
+    same = [torch.equal(x, y) for x, y in zip(before, after, strict=True)]
+    return [*logits, *same, mine == theirs]
+
+
+def changed_between_calls() -> dict[str, float]:
+    """The largest difference of logits from eager's, after each of the changes that a script makes between calls."""
+    model, _ = generation.model_and_prompt("qwen2")
+    model = model.double()
+    compiled = _compiled(model, "zero3")
+    ids = torch.randint(5, 96, (4, 6), generator=torch.Generator().manual_seed(3))
+    found: dict[str, float] = {}
+
+    def compare(name: str) -> None:
+        with torch.no_grad():
+            mine, theirs = compiled(input_ids=ids, use_cache=False), model(input_ids=ids, use_cache=False)
+        found[name] = float((mine.logits[:] - theirs.logits).abs().max())
+
+    for number in range(3):
+        compare(f"call {number}")
+    for each in (model, compiled):
+        each.model.layers[0].self_attn.scaling = 0.5
+    compare("a number")
+    compare("a number, again")
+    for each in (model, compiled):
+        each.model.layers[0].self_attn.scaling = 8**-0.5
+    for each in (model, compiled):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict(compiled.state_dict())  # rounding apart
+    compare("a step")
+    compare("a step, again")
+    state = {name: value * 1.5 for name, value in model.state_dict().items()}
+    for each in (model, compiled):
+        each.load_state_dict(state)
+    compare("other weights")
+    ids = ids.flip(1)
+    compare("other tokens")
+    return found
+
+
+def differing_tokens() -> str:
+    """What the ranks are told where, at a repeat, one has other tokens."""
+    model, _ = generation.model_and_prompt("qwen2")
+    compiled = _compiled(model)
+    ids = torch.randint(5, 96, (4, 6), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(input_ids=ids, use_cache=False)
+        try:
+            compiled(input_ids=ids + dist.get_rank(), use_cache=False)
+        except autopar.AutoparError as error:
+            return str(error)
+    return ""

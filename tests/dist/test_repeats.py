@@ -1,0 +1,44 @@
+"""Calls that repeat the last one's kind: nothing of what they leave out may be missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import generation, repeats
+from tests.dist.launch import launch
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mamba", "lfm2", "t5"])
+def test_tokens_are_those_of_one_process(name: str, graphs: bool, ranks: int) -> None:
+    """Breaks if an input of a repeat goes elsewhere, if a state is another's, if a graph's memory is not what a call
+    was given, or if no call is a repeat.
+    """
+    want = generation.generated(*generation.model_and_prompt(name))
+    for found, runs in launch(repeats.tokens, ranks, name, graphs, timeout_s=240.0):
+        assert found == want
+        assert runs > 10
+
+
+@pytest.mark.slow
+def test_what_a_script_keeps_is_not_written() -> None:
+    """Breaks if a graph writes into a cache of an earlier run that somebody holds, or hands out its own logits."""
+    for found in launch(repeats.kept_by_a_script, 2, timeout_s=240.0):
+        assert all(found)
+
+
+@pytest.mark.slow
+def test_what_changes_between_calls_is_seen() -> None:
+    """Breaks if a repeat goes on with a number, weights or tokens of before."""
+    for found in launch(repeats.changed_between_calls, 2, timeout_s=240.0):
+        assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_at_a_repeat_are_told() -> None:
+    """Breaks if a repeat does not compare what ranks are about to run."""
+    for found in launch(repeats.differing_tokens, 2, timeout_s=120.0):
+        assert "input_ids" in found and "values of the inputs" in found
