@@ -42,7 +42,7 @@ def run(section: Section) -> None:
 
 def _graphs(compiled: Any) -> int:
     """How many of its programs are graphs."""
-    return compiled.autopar.repeats.num_graphs()  # type: ignore[no-any-return]
+    return compiled.autopar.repeats.num_graphs()
 
 
 def _compiled(section: Section, model: Any, **options: Any) -> Any:
