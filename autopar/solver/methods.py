@@ -2,7 +2,7 @@
 
     what is sought     the core                             tables       method
     -----------------  -----------------------------------  -----------  --------
-    a cheapest choice  >= 10,000 edges (>= 3,000 if         > 1e10       LARGE
+    a cheapest choice  >= 20,000 edges (>= 3,000 if         > 1e10       LARGE
                        anytime), no memory priced
     a cheapest choice  the same, memory priced              any          LARGE
     cost or peak       no memory priced                     <= 2e7       TABLES
@@ -24,8 +24,8 @@ and MESSAGES.
 
 Where 6 seconds are all there is, as in placement, LOOPS came nearer on all cores of more than 3,000 edges that were
 measured: with memory priced (ResNet-101, 3,267: 0.1% to 0.4% where LARGE leaves 3% to 13%), and without (a PP-OCRv5
-recognizer, 4,745: 0.08% and 0.02% in 4 s, where it leaves 14% and 6% in 7 to 10). From where on LARGE gains is not
-measured; 10,000 is a guess.
+recognizer, 4,745: 0.08% and 0.02% in 4 s, where it leaves 14% and 6% in 7 to 10; a decoder of 65 unrolled steps,
+15,026: a fifth of the cost in a quarter of the time). From where on LARGE gains is not measured; 20,000 is a guess.
 
 An `anytime` search passes messages by compiled loops whatever its method, and goes on, when that is done, with what
 improves choices of any size (`large.improving`): annealing, and neighbourhoods beside it where there are no more than
@@ -62,7 +62,7 @@ class Thresholds:
     compiled_edges: int = 500
     compiled_pairs: float = 5e6
     large_edges: int = 3000
-    large_edges_in_brief: int = 10_000
+    large_edges_in_brief: int = 20_000
     narrow_pairs: float = 2e7
     neighbourhood_nodes: int = 4000
 

@@ -282,5 +282,5 @@ def test_a_search_in_brief_passes_messages_over_some_thousand_edges() -> None:
     for priced in (False, True):
         assert methods.method_for(size, "cost", priced=priced) is methods.Method.LOOPS
         assert methods.method_for(size, "cost", priced=priced, anytime=True) is methods.Method.LARGE
-    larger = replace(size, edges=15_000)
+    larger = replace(size, edges=25_000)
     assert methods.method_for(larger, "cost", priced=False) is methods.Method.LARGE
