@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar.solver
-from autopar.solver import AssignmentProblem, Edge, Node, Usage, methods, minimum_peak, solve
+from autopar.solver import AssignmentProblem, Edge, Node, Usage, minimum_peak, solve
 from tests.unit.solver.instances import brute_force, dense_problems, knots, layered, problems
 
 EXACT = settings(max_examples=150, deadline=None, derandomize=True)
@@ -274,13 +274,3 @@ def test_without_mathopt_choices_fit_and_bounds_hold(problem: AssignmentProblem,
         assert problem.fits(solution.choice) and solution.cost == problem.evaluate(solution.choice) >= best - 1e-9
     if solution.status == "optimal":
         assert solution.cost == pytest.approx(best, abs=1e-6)
-
-
-def test_a_search_in_brief_passes_messages_over_some_thousand_edges() -> None:
-    """Breaks if a placement of seconds is left to annealing, which closes no gap in that time."""
-    size = methods.Size(edges=4662, pairs=1_400_000, all_pairs=1_900_000)
-    for priced in (False, True):
-        assert methods.method_for(size, "cost", priced=priced) is methods.Method.LOOPS
-        assert methods.method_for(size, "cost", priced=priced, anytime=True) is methods.Method.LARGE
-    larger = replace(size, edges=25_000)
-    assert methods.method_for(larger, "cost", priced=False) is methods.Method.LARGE
