@@ -51,10 +51,23 @@ class Growing(nn.Module):
         return {"loss": found[-1].pow(2).mean() + 0 * target.sum()}
 
 
-def plan(model: nn.Module, mesh: dict[str, int], strategy: Any, steps: int = STEPS) -> autopar.Plan:
+class Counting(nn.Module):
+    """A block with batch norm, which every step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, features: Tensor, target: Tensor) -> dict[str, Tensor]:
+        for _ in range(STEPS):
+            features = features + self.block(features).tanh()
+        return {"loss": features.pow(2).mean() + 0 * target.sum()}
+
+
+def plan(model: nn.Module, mesh: dict[str, int], strategy: Any, steps: int = STEPS, **options: Any) -> autopar.Plan:
     torch.manual_seed(0)
     batch = {"features": torch.randn(8, WIDTH), "target": torch.randint(WORDS - 1, (8, steps))}
-    return autopar.plan(model, autopar.Mesh(mesh, hardware="cpu"), example_inputs=batch, strategy=strategy)
+    return autopar.plan(model, autopar.Mesh(mesh, hardware="cpu"), example_inputs=batch, strategy=strategy, **options)
 
 
 def calls(found: autopar.Plan) -> Counter[str]:
@@ -75,6 +88,19 @@ def calls(found: autopar.Plan) -> Counter[str]:
 def test_the_rounds_of_a_loop_are_calls_of_one_region(mesh: dict[str, int], strategy: Any) -> None:
     found = plan(Decoder(p=0.3), mesh, strategy)
     assert calls(found)["loop"] == STEPS - 1, calls(found)  # what follows the last call is the epilogue
+    assert found.verify().ok
+
+
+def test_inference_calls_the_same_region() -> None:
+    found = plan(Decoder().eval(), {"dp": 2, "tp": 2}, {"dp": "ddp", "tp": "tensor"}, inference=True)
+    assert calls(found)["loop"] == STEPS - 1
+    assert found.verify().ok
+
+
+def test_a_loop_that_updates_a_buffer() -> None:
+    """Statistics go from round to round; how many rounds there were is counted after the last."""
+    found = plan(Counting(), {"dp": 2}, "ddp")
+    assert calls(found)["loop"] >= STEPS - 2
     assert found.verify().ok
 
 
