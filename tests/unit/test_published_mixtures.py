@@ -86,6 +86,7 @@ def test_sharing_a_batch_gets_slower_with_the_ranks_that_share() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_order_of_deepspeeds_rows_is_kept() -> None:
     """Breaks if ZeRO-3, which gathers every expert, is not slowest, or tensor parallelism beside experts costs
     nothing. The model is cut to 4 of its 20 layers.
