@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from autopar.cost import exchanges, rings
@@ -103,6 +104,34 @@ def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collecti
                 yield Collective(
                     "send", pipeline.axis, port.name, size * times, seconds * times, times, phase, where, why
                 )
+
+
+def shared_outputs(program: Program) -> Iterator[Collective]:
+    """What the ranks of a pipeline tell each other after a prompt or a token: logits, of which every rank chooses the
+    token, and how many positions are written. Those of one dtype go together, after the last stage.
+    """
+    pipeline = program.pipeline
+    if pipeline is None or program.training or not program.states:
+        return
+    assert program.on_mesh.whole is not None
+    whole, ranks, states = program.on_mesh.whole, pipeline.schedule.num_ranks, program.states
+    sizes: dict[torch.dtype, list[tuple[str, int]]] = {}
+    for name, ref in zip(program.output_names, program.outputs, strict=True):
+        type_ = program.port(ref).type
+        if name not in states or not type_.shape:
+            layouts = program.placed
+            sharding = layouts.values[ref.call, ref.index] if ref.call >= 0 else layouts.inputs[ref.name]
+            shape = local_shape(type_.shape, sharding, program.on_mesh.sizes)
+            sizes.setdefault(type_.dtype, []).append((name, math.prod(shape) * type_.dtype.itemsize))
+    for found in sizes.values():
+        size = sum(each for _, each in found)
+        seconds = collective_time_s(
+            "all_reduce", size, ranks, whole.link(pipeline.axis), whole.hardware.collective_launch_s
+        )
+        tensor = ", ".join(name for name, _ in found[:2]) + (", …" if len(found) > 2 else "")
+        sent = collective_bytes("all_reduce", size, ranks)
+        why = "outputs of the last stage for every rank"
+        yield Collective("all_reduce", pipeline.axis, tensor, sent, seconds, 1, "forward", "outputs", why)
 
 
 def _tied_sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collective]:

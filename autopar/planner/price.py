@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.cost.collectives import Collective
+from autopar.cost.collectives import Collective, shared_outputs
 from autopar.cost.estimate import Cost, difference, estimate, stored_bytes, unused_everywhere
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Program
@@ -15,7 +15,7 @@ from autopar.strategies.pipelining.summary import PipelineSummary
 
 def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | None]:
     """What a lowered program costs, its collectives, and its stages where it has a pipeline: then the step is the one
-    that was simulated, and its peak the fullest rank's.
+    that was simulated, with what ranks tell each other of outputs after it, and its peak the fullest rank's.
     """
     cost, rows = estimate(program, program.result.peak_bytes if program.result else 0.0)
     if program.pipeline is None:
@@ -31,5 +31,10 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
         cost.memory, peak=int(max(timeline.peak_bytes)) + stored_bytes(program, unused_everywhere(program))
     )
     optimizer_s = update_seconds(summary.schedule.rank_of, timeline.costs) if program.training else 0.0
-    cost = replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s, optimizer_s=optimizer_s)
-    return cost, rows, summary
+    shared = list(shared_outputs(program))
+    communication_s = cost.communication_s + sum(row.seconds for row in shared)
+    cost = replace(
+        cost, memory=memory, communication_s=communication_s, waiting_s=waiting_s, hidden_s=hidden_s,
+        optimizer_s=optimizer_s,
+    )  # fmt: skip
+    return cost, [*rows, *shared], summary

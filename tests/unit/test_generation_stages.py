@@ -9,10 +9,14 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import autopar
 from autopar.api.again import first_of_stages, same_stages
 from autopar.api.generation import phase_inputs
+from autopar.api.interpret import state_of
+from autopar.api.small_model import small_model
 from autopar.api.stored import states_of
 from autopar.base.errors import AutoparError
 from autopar.cost.estimate import state_bytes
@@ -24,6 +28,7 @@ from autopar.passes.stages.states import check_states, parts_states, state_uses
 from autopar.planner.family import Family
 from autopar.runtime.checker.program import check_types
 from autopar.runtime.holders import holders, keepers, own_inputs
+from autopar.runtime.simulate import simulate
 from autopar.strategies.pipelining import schedules
 from autopar.strategies.pipelining.asked import forwards
 from autopar.strategies.pipelining.check import check
@@ -102,6 +107,31 @@ def _bytes_of_stage(interface: Any, stage: Any, caches: Collection[str]) -> int:
 
 def _bytes(entry: Any) -> int:
     return int(math.prod(entry.shape)) * 8
+
+
+@pytest.mark.slow
+def test_what_every_rank_is_told_is_counted() -> None:
+    """Breaks if the bytes of logits and counts that a plan says all ranks get are not those that are sent, or if their
+    time is left out.
+    """
+    plan = planned("gpt2", "tp").decode
+    assert plan.model is not None and plan.pipeline is not None
+    rows = [row for row in plan.collectives if row.where == "outputs"]
+    interface = plan.interface
+    batch = {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in interface.inputs}
+    program: Any = plan.program
+    found = simulate(interface, plan.source, state_of(small(plan), program), batch, backward=False)
+    for events in found.events:
+        sent = [each.bytes_sent for each in events if each.kind == "all_reduce" and each.axis == "pp"]
+        # Half of the vocabulary's 96 logits for two rows, and two counts, in eight bytes each: 2 (2 - 1) / 2 of them.
+        assert sorted(sent) == sorted(row.bytes_sent for row in rows) == [2 * 8, 2 * 48 * 8]
+    assert plan.cost.step_time_s == pytest.approx(plan.pipeline.timeline.makespan_s + sum(row.seconds for row in rows))
+
+
+def small(plan: Any) -> nn.Module:
+    """The plan's model with weights."""
+    model, _ = small_model(plan.model, {}, torch.float64, 0)
+    return model
 
 
 @pytest.mark.slow
