@@ -84,7 +84,7 @@ def test_each_rank_keeps_the_caches_of_its_stages() -> None:
     sizes = [sum(len(own) for own in layers if own <= set(each)) * 2 * 6 * 8 * 8 + 3 * 8 for each in kept]
     assert [sum(state_bytes(program, rank).values()) for rank in (0, 1)] == sizes
     assert plan.cache_bytes == max(sizes)
-    assert plan.decode.pipeline is not None
+    assert plan.decode.pipeline is not None and interface.pipeline is not None
     static = [stage.cost.static_bytes for stage in plan.decode.pipeline.stages]
     assert static[1:] == [_bytes_of_stage(interface, stage, caches) for stage in interface.pipeline.stages[1:]]
 
