@@ -11,7 +11,7 @@ plainly.
 
 from __future__ import annotations
 
-import logging
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,21 +23,49 @@ from torch import Tensor
 from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves
 from autopar.runtime.loader import Tensors
 
-logger = logging.getLogger("autopar")
-
 Run = Callable[[Tensors], Sequence[Tensor]]
 """The program's inputs, this rank's, by name -> its outputs."""
 Work = Callable[[], Sequence[Tensor]]
-Capture = Callable[[Work], tuple[Sequence[Tensor], Callable[[], None]]]
-"""What records some work: what it gives, and what computes that anew, from the same memory to the same."""
+Capture = Callable[[Work, Work], tuple[Sequence[Tensor], Callable[[], None]]]
+"""(the work without what lasts, the work) -> what it gives, and what computes that anew, in the same memory.
+
+Raises RuntimeError where the work cannot be recorded; all is then as before.
+"""
 
 
-def cuda_graph(work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
-    """A `Capture`. Nothing may wait for the device in it, and what it gives is there after the first replay."""
+def cuda_graph(rehearse: Work, work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    """A `Capture`. What `work` gives is there after the first replay.
+
+    It is rehearsed before: once, so that what compiles does; and once more, to see whether it waits for the device.
+    """
+    rehearse()
+    waits = waiting_for_device(rehearse)
+    if waits:
+        raise RuntimeError(f"it waits for the device: {waits[0]}")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        values = work()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            values = work()
+    except BaseException:
+        generator.graphsafe_set_state(before)  # else it takes itself for one that is being recorded, for good
+        raise
     return values, graph.replay
+
+
+def waiting_for_device(work: Callable[[], object]) -> list[str]:
+    """Where some work waits for the device, as torch says: file and line, each once."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    found = {f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)}
+    return sorted(found)
 
 
 class StateUses(TorchDispatchMode):
@@ -104,7 +132,7 @@ class Graph:
                     self.memory[name].copy_(values[place])
             return values
 
-        self._values, self._replay = capture(work)
+        self._values, self._replay = capture(lambda: run(self.memory), work)
 
     def fits(self, inputs: Tensors, addresses: Sequence[int]) -> bool:
         """Whether it can run on these: nobody still holds a state of an earlier run that would be written."""

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.cli.models import catalogue
+from autopar.runtime.graphs import cuda_graph
 from benchmarks.first_light.section import Section, alone
 from benchmarks.serving.contenders import BUILT, Generate
 from benchmarks.serving.tokens import SIZES, generated
@@ -37,6 +38,8 @@ def run(section: Section) -> None:
         for name in MODELS[:1] if section.quick else MODELS:
             section.attempt(f"tokens: {name}", partial(_tokens, section, name))
         section.attempt("kept", partial(_kept, section))
+        if section.on_cuda:
+            section.attempt("no graph", partial(_no_graph, section))
         _times(section)
 
 
@@ -89,6 +92,31 @@ def _kept(section: Section) -> None:
     compiled.generate(**{**prompt, "input_ids": (prompt["input_ids"] * 7 + 3) % 90 + 5}, **said)
     same = all(torch.equal(a, b) for a, b in zip(before, states, strict=True))
     section.row("kept", same and logits < 1e-3, same=same, logits=logits, graphs=_graphs(compiled))
+
+
+def _no_graph(section: Section) -> None:
+    """Work that waits for the device is told before it is recorded, and one that fails while it is leaves no trace."""
+    x = torch.rand(64, device=section.device)
+
+    def waits() -> list[torch.Tensor]:
+        return [x * float(x.sum())]
+
+    said = ""
+    try:
+        cuda_graph(waits, waits)
+    except RuntimeError as error:
+        said = str(error)
+    failed = False
+    try:
+        cuda_graph(lambda: [x], waits)
+    except RuntimeError:
+        failed = True
+    torch.cuda.synchronize()
+    drawn = torch.rand(4, device=section.device)
+    values, replay = cuda_graph(lambda: [x + 1], lambda: [x + 1])
+    replay()
+    right = torch.equal(values[0], x + 1) and bool((drawn < 1).all())
+    section.row("no graph", "waits for the device" in said and failed and right, said=said, failed=failed)
 
 
 def _times(section: Section) -> None:

@@ -6,8 +6,6 @@ Then what scripts do beside training: generation, a batch that is otherwise than
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue
+from autopar.runtime.graphs import waiting_for_device
 from benchmarks.first_light.section import Section, alone
 
 MIXTURE = "qwen3_moe"
@@ -95,7 +94,7 @@ def _granted(section: Section) -> None:
     model: Any = autopar.compile(_Branching().to(section.device), mesh, strategy="zero3", example_inputs={"pixels": x})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).backward()
-    waits = _waits(lambda: model(x).backward()) if section.on_cuda else None
+    waits = waiting_for_device(lambda: model(x).backward()) if section.on_cuda else None
     said = ""
     try:
         model(x - 0.5).backward()
@@ -122,7 +121,7 @@ def _train(section: Section, text: str, name: str, dtype: torch.dtype, compiled:
         torch.cuda.reset_peak_memory_stats()
     wanted, found = (_losses(each, batch, name == NORMS) for each in (eager, ours))
     difference = max(abs(a - b) / abs(a) for a, b in zip(wanted, found, strict=True))
-    waits = _waits(lambda: ours(**batch).loss.backward()) if section.on_cuda else None
+    waits = waiting_for_device(lambda: ours(**batch).loss.backward()) if section.on_cuda else None
     right = difference <= TOLERANCES[dtype] and (name == MIXTURE or not waits)
     section.row(text, right, difference=difference, eager=wanted, ours=found, waits=waits, **section.memory())
 
@@ -139,16 +138,3 @@ def _losses(model: Any, batch: dict[str, Any], plainly: bool) -> list[float]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
-
-
-def _waits(step: Callable[[], Any]) -> list[str]:
-    """Where forward and backward of one more step wait for the device, as torch says: one text for each place."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    said = [f"{each.filename}:{each.lineno}" for each in seen if "synchroniz" in str(each.message)]
-    return sorted(set(said))

@@ -22,8 +22,9 @@ def _compiled(model: Any, strategy: str = "tensor") -> Any:
     return autopar.compile(copy.deepcopy(model), mesh, strategy=strategy)
 
 
-def on_the_same_memory(work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
+def on_the_same_memory(rehearse: Work, work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
     """As a CUDA graph does it: everything is computed anew into the memory of the first time."""
+    rehearse()
     values = work()
 
     def replay() -> None:
@@ -34,10 +35,19 @@ def on_the_same_memory(work: Work) -> tuple[Sequence[Tensor], Callable[[], None]
     return values, replay
 
 
-def as_graphs() -> None:
+def no_graph(rehearse: Work, work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    """As where something waits for the device."""
+    rehearse()
+    raise RuntimeError("it waits for the device")
+
+
+WAYS = {"graphs": on_the_same_memory, "none": no_graph}
+
+
+def as_graphs(way: str = "graphs") -> None:
     """Have programs that may be CUDA graphs be something like it on a CPU."""
     repeats.may_be_graph = lambda comm: True  # type: ignore[assignment]
-    repeats.cuda_graph = on_the_same_memory  # type: ignore[assignment]
+    repeats.cuda_graph = WAYS[way]  # type: ignore[assignment]
 
 
 def _num_runs(compiled: Any) -> int:
@@ -45,10 +55,10 @@ def _num_runs(compiled: Any) -> int:
     return sum(each._num_runs for each in kept)
 
 
-def tokens(name: str, graphs: bool) -> tuple[dict[str, list[list[int]]], int]:
+def tokens(name: str, way: str) -> tuple[dict[str, list[list[int]]], int]:
     """The tokens of every case, twice the same; how many calls were repeats."""
-    if graphs:
-        as_graphs()
+    if way != "plain":
+        as_graphs(way)
     model, prompt = generation.model_and_prompt(name)
     compiled = _compiled(model)
     found = generation.generated(compiled, prompt)

@@ -11,14 +11,14 @@ from tests.dist.launch import launch
 @pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+@pytest.mark.parametrize("way", ["plain", "graphs", "none"])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mamba", "lfm2", "t5"])
-def test_tokens_are_those_of_one_process(name: str, graphs: bool, ranks: int) -> None:
+def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> None:
     """Breaks if an input of a repeat goes elsewhere, if a state is another's, if a graph's memory is not what a call
     was given, or if no call is a repeat.
     """
     want = generation.generated(*generation.model_and_prompt(name))
-    for found, runs in launch(repeats.tokens, ranks, name, graphs, timeout_s=240.0):
+    for found, runs in launch(repeats.tokens, ranks, name, way, timeout_s=240.0):
         assert found == want
         assert runs > 10
 
