@@ -164,18 +164,23 @@ class Tape:
         self._terms = terms
         places = {term: place for place, term in enumerate(leaves)}
         self._own: list[Term] = []
-        self._steps: list[tuple[Form, Callable[[Sequence[Term]], tuple[Term, ...]], _Maker | None]] = []
+        self._steps: list[_Step] = []
         order = _in_order(terms, places, results)
         for term in order:
             if terms.parts(term) is None:
                 places[term] = len(places)
                 self._own.append(term)
+        made: dict[Term, Kind] = {}
         for term in order:
             parts = terms.parts(term)
             if parts is not None:
                 form, given = parts
-                taking = _taking([places[each] for each in given])
-                self._steps.append((form, taking, _MAKERS.get(form.kind)))
+                taking = _taking([places[each] for each in given]) if len(given) != 1 else None
+                first = places[given[0]] if given else 0
+                key = _key_of(form, None if len(given) != 1 else made.get(given[0]))
+                if key is not None:
+                    made[term] = form.kind
+                self._steps.append((form, first, taking, key, _MAKERS.get(form.kind)))
                 places[term] = len(places)
         self._results = _taking([places[term] for term in results])
 
@@ -184,15 +189,28 @@ class Tape:
         values = [*leaves, *self._own]
         terms = self._terms
         parts, add = terms._parts, values.append
-        for form, given, maker in self._steps:
-            operands = given(values)
-            if maker is None:  # as most are, an operator
-                term = hash((form.key, *operands))
+        for form, first, taking, key, maker in self._steps:
+            operands = (values[first],) if taking is None else taking(values)
+            if key is not None:  # as most are
+                term = hash(key + operands)
                 parts[term] = (form, operands)
                 add(term)
             else:
+                assert maker is not None
                 add(maker(terms, form, operands))
         return self._results(values)
+
+
+def _key_of(form: Form, kind: Kind | None) -> tuple[Any, ...] | None:
+    """What a term is the hash of, before its operands; None where that depends on what these are.
+
+    kind: of its one operand, where that is known whatever the leaves are.
+    """
+    if form.kind == "op":
+        return (form.key,)
+    if form.kind == "view" and kind in ("op", "order"):
+        return VIEW, form.data[1]
+    return (ORDER, form.data) if form.kind == "order" and kind in ("op", "view") else None
 
 
 def _taking(places: Sequence[int]) -> Callable[[Sequence[Term]], tuple[Term, ...]]:
@@ -252,6 +270,8 @@ VIEW, ORDER = digest("view"), digest("order")
 ZERO = digest("zero")
 NOTHING = Form("zero", ZERO)
 SAME = Form("same", digest("same"))
+_Step = tuple[Form, int, Callable[[Sequence[Term]], tuple[Term, ...]] | None, tuple[Any, ...] | None, "_Maker | None"]
+"""Its form; the place of its operand; how several are taken; what its term is the hash of; who makes it otherwise."""
 _Maker = Callable[[Terms, Form, Sequence[Term]], Term]
 _MAKERS: Mapping[str, _Maker] = {
     "same": Terms._same, "sum": Terms._sum, "view": Terms._view, "order": Terms._order,

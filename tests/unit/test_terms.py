@@ -202,6 +202,58 @@ def test_a_tape_gives_the_terms_of_other_leaves() -> None:
     assert tape([leaf("v"), leaf("u")])[0] not in (term, wanted)
 
 
+def _chain(traced: Traced, place: int, *calls: tuple[Any, ...]) -> int:
+    """Operators one after the other, each with its further arguments; the last result's place."""
+    for target, *arguments in calls:
+        place = traced.call(target, T(place), *arguments)
+    return place
+
+
+def _computed(kind: str, traced: Traced, name: str) -> int:
+    """A value of 2 × 3 × 4, of a kind whose terms others are put together with; its place."""
+    exp, view, transpose = aten.exp.default, aten.view.default, aten.transpose.int
+    if kind == "view":
+        return _chain(traced, traced.leaf(name, 6, 4), (exp,), (view, [2, 3, 4]))
+    if kind == "order":
+        return _chain(traced, traced.leaf(name, 2, 4, 3), (exp,), (transpose, 1, 2))
+    plain = traced.leaf(name, 2, 3, 4)
+    if kind == "sum":
+        return traced.call(aten.add.Tensor, T(plain), T(traced.leaf(f"{name} too", 2, 3, 4)))
+    calls = {"leaf": [], "op": [(exp,)], "zero": [(aten.zeros_like.default,)]}
+    return _chain(traced, plain, *calls[kind])
+
+
+def _drawn(traced: Traced, values: list[int], seed: int) -> list[Term]:
+    """The terms of what operators drawn by the seed give of values of 2 × 3 × 4."""
+    draw, values, first = random.Random(seed), list(values), len(traced.known)
+    view, transpose = aten.view.default, aten.transpose.int
+    for _ in range(12):
+        x, y, kind, dims = draw.choice(values), draw.choice(values), draw.randrange(6), draw.sample(range(3), 2)
+        if kind < 2:
+            values.append(traced.call([aten.add.Tensor, aten.mul.Tensor][kind], T(x), T(y)))
+        elif kind == 2:
+            values.append(_chain(traced, x, (transpose, *dims), (aten.sin.default,), (transpose, *dims)))
+        elif kind == 3:
+            values.append(_chain(traced, x, (view, [4, 6]), (aten.tanh.default,), (view, [2, 3, 4])))
+        elif kind == 4:
+            values.append(_chain(traced, x, (view, [6, 4]), (view, [2, 3, 4])))
+        else:
+            _chain(traced, x, (aten.cumsum.default, 0), (transpose, *dims), (transpose, 0, 1), (view, [24]))
+    return [term for _, term in traced.known[first:]]
+
+
+@pytest.mark.parametrize("kind", ["leaf", "op", "view", "order", "sum", "zero"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_tape_gives_the_terms_of_leaves_that_are_computed(kind: str, seed: int) -> None:
+    """Breaks when a layer's terms depend on whether what it is given was viewed, turned or added up before it."""
+    traced = Traced()
+    recorded = _drawn(traced, [traced.leaf(name, 2, 3, 4) for name in ("x", "y")], seed)
+    tape = Tape(traced.terms, [leaf("x"), leaf("y")], recorded)
+    other = [_computed(kind, traced, name) for name in ("u", "v")]
+    terms = [traced.known[place][1] for place in other]
+    assert list(tape(terms)) == _drawn(traced, other, seed)
+
+
 def test_constants_by_their_numbers() -> None:
     """Breaks when a program's table of other numbers is taken for the planned one."""
     assert constant_leaf(torch.tensor([1, 2])) == constant_leaf(torch.tensor([1, 2]))
