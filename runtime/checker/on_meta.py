@@ -1,8 +1,9 @@
 """What an operator gives on tensors without values.
 
 torch works out an elementwise operator's result in Python, at length. What depends on the kinds of its operands alone
-torch says of single numbers, which it computes at once; of which sizes the result is, broadcasting says. Of layer norms
-it works out each step: what they give is said here.
+torch says of single numbers, which it computes at once; of which sizes the result is, broadcasting says. Layer norms,
+sums, largest numbers and what puts tensors together it works out at length as well: what they give is said here, where
+all fits, and by torch where something does not.
 """
 
 from __future__ import annotations
@@ -114,9 +115,51 @@ def _are_normalized(x: Tensor, normalized: Sequence[int], *others: Any) -> bool:
     return fit and x.numel() > 0 and x.dtype.is_floating_point and x.shape[max(x.dim() - len(wanted), 0) :] == wanted
 
 
+def _reduced(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Any:
+    ndim = x.dim()
+    if not x.is_meta or not dims or x.numel() == 0 or not all(-ndim <= dim < ndim for dim in dims):
+        return None
+    over = {dim % ndim for dim in dims}
+    if len(over) < len(dims) or not x.dtype.is_floating_point:
+        return None
+    left = [1 if dim in over else size for dim, size in enumerate(x.shape) if keepdim or dim not in over]
+    return torch.empty(left, dtype=x.dtype, device="meta")
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    if not _are_alike(tensors) or not -tensors[0].dim() <= dim < tensors[0].dim():
+        return None
+    first, dim = tensors[0], dim % tensors[0].dim()
+    around = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in tensors}
+    if len(around) > 1:
+        return None
+    shape = (*first.shape[:dim], sum(each.shape[dim] for each in tensors), *first.shape[dim + 1 :])
+    return torch.empty(shape, dtype=first.dtype, device="meta")
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    if not _are_alike(tensors) or not -tensors[0].dim() - 1 <= dim <= tensors[0].dim():
+        return None
+    shape = tensors[0].shape
+    if any(each.shape != shape for each in tensors):
+        return None
+    dim %= len(shape) + 1
+    return torch.empty((*shape[:dim], len(tensors), *shape[dim:]), dtype=tensors[0].dtype, device="meta")
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether these are some tensors of one kind, in the order of their elements, none of them empty."""
+    kinds = {(each.dtype, each.dim()) for each in tensors}
+    return len(kinds) == 1 and all(each.is_meta and each.is_contiguous() and each.numel() for each in tensors)
+
+
 _OWN: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.native_layer_norm.default: _layer_norm,
     torch.ops.aten.native_layer_norm_backward.default: _layer_norm_backward,
+    torch.ops.aten.sum.dim_IntList: _reduced,
+    torch.ops.aten.amax.default: _reduced,
+    torch.ops.aten.cat.default: _cat,
+    torch.ops.aten.stack.default: _stack,
 }
 
 

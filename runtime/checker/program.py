@@ -96,7 +96,7 @@ def _once_a_type(function: Callable[..., Any], typing: Typing) -> Callable[..., 
 
     def run(*args: Any, **kwargs: Any) -> Any:
         terms: list[Term] = []
-        key = _key((args, kwargs), typing.axes, terms)
+        key = _key((args, kwargs), typing, terms)
         if key not in known:
             known[key] = _Recorded(function, args, kwargs, typing, terms)
         return known[key](terms)
@@ -159,17 +159,17 @@ class _Recorded:
             yield from map(typed.of, self._inference.meant({one.term for one in each}))
 
 
-def _key(value: Any, axes: Axes, terms: list[Term]) -> Any:
+def _key(value: Any, typing: Typing, terms: list[Term]) -> Any:
     """What is equal for arguments that lie alike; of this process's communicator there is one. terms: theirs."""
     kind = type(value)
     if kind is Tensor or isinstance(value, Tensor):
-        types, own = axes.said(value)
+        types, own = typing.axes.said(value)
         terms += own
-        return value.dtype, value.shape, types
+        return value.dtype, value.shape, typing.inference.number(types)
     if kind is dict:
-        return tuple(value), tuple([_key(each, axes, terms) for each in value.values()])
+        return tuple(value), tuple([_key(each, typing, terms) for each in value.values()])
     if kind is tuple or kind is list:
-        return tuple([_key(each, axes, terms) for each in value])
+        return tuple([_key(each, typing, terms) for each in value])
     if isinstance(value, Places | Runs):
         return kind, value.sharding, value.shape if isinstance(value, Places) else value.size
     return (value.base, tuple(value.terms.items())) if isinstance(value, RankInt) else repr(value)

@@ -73,6 +73,39 @@ def test_elementwise_operators(target: Any, kinds: tuple[torch.dtype, torch.dtyp
             assert seen(on_meta(target, args, {})) == wanted
 
 
+def same(target: Any, *args: Any) -> None:
+    """What is said of a call is what torch says, that it does not fit included."""
+    try:
+        wanted = seen(target(*args))
+    except (RuntimeError, IndexError, ValueError) as error:
+        with pytest.raises(type(error)):
+            on_meta(target, args, {})
+    else:
+        assert seen(on_meta(target, args, {})) == wanted
+
+
+@pytest.mark.parametrize("target", [aten.sum.dim_IntList, aten.amax.default])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+@pytest.mark.parametrize("dims", [[0], [-1], [0, 2], [2, 1], [], None, [3], [-4], [1, 1], [1, -2]])
+def test_reductions(target: Any, dtype: torch.dtype, dims: list[int] | None) -> None:
+    """Breaks when a sum is said to be of another shape or kind of numbers, or one over no dim of it passes."""
+    if dims is None and target is aten.amax.default:
+        return
+    for shape, keepdim in product(((2, 3, 4), (2, 0, 4), ()), (False, True)):
+        same(target, empty(*shape, dtype=dtype), dims, keepdim)
+    same(target, empty(4, 3, 2, dtype=dtype).transpose(0, 2), dims)
+
+
+@pytest.mark.parametrize("target", [aten.cat.default, aten.stack.default])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3, 3, -4])
+def test_tensors_put_together(target: Any, dim: int) -> None:
+    """Breaks when tensors that torch does not put together pass, or are said to make something else."""
+    x, half = empty(2, 3), empty(2, 3, dtype=torch.float16)
+    others = (empty(2, 3), empty(2, 5), empty(4, 3), empty(0), empty(3), empty(), half, empty(3, 2).t())
+    for tensors in ([x], [], *([x, each, x] for each in others), [others[-1]] * 2, [empty()] * 2, [empty(2, 0)] * 2):
+        same(target, tensors, dim)
+
+
 def test_one_whole_tensor_among_parts() -> None:
     """Breaks when a product of a rank's rows is taken for the whole one, as the weight is whole and it was planned."""
     linear, axes = torch.ops.autopar.linear.default, Axes(("dp",), (2,))
