@@ -131,6 +131,8 @@ class LocalCall:
         return known[1]
 
     def _parts_of_one(self, rule: Rule, whole: OpCall, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
+        if not self._may_fit(whole):
+            return
         for choices in self._choices(rule, types):
             lie = shardings(rule, choices, self.axes.sizes)
             if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
@@ -139,6 +141,18 @@ class LocalCall:
                 continue
             if (results := self._fitting(whole, lie[1])) is not None:
                 yield results
+
+    def _may_fit(self, whole: OpCall) -> bool:
+        """Whether the results are as long as even pieces of the whole ones may be: asked before how they would lie."""
+        for shape, spec in zip(self.shapes, whole.results, strict=True):
+            if shape is None or spec is None or shape == spec.shape:
+                continue
+            if len(shape) != len(spec.shape):
+                return False
+            for own, size in zip(shape, spec.shape, strict=True):
+                if own != size and (not own or size % own):
+                    return False
+        return True
 
     def _is_told(self, whole: OpCall, types: Sequence[Typed], results: Sequence[Sharding | None]) -> bool:
         return is_told(whole, types, results, lambda name: self._own(whole.path(name)), self.axes)

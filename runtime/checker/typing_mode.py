@@ -62,11 +62,9 @@ class Typing(PlainDispatchMode):
         Raises:
             AutoparError: it is a part of no whole call.
         """
-        if func in LARGEST:
-            return self._data_dependent(func, args, kwargs)
-        if func in _CONSTANTS:
-            return self._constant(args[0])
         own = _traits(func)
+        if own.is_special:
+            return self._constant(args[0]) if func in _CONSTANTS else self._data_dependent(func, args, kwargs)
         given, named = tuple(args), dict(kwargs)
         if own.makes:
             named["device"] = "meta"
@@ -190,19 +188,24 @@ class TypedOperators:
 
 
 class _Traits(NamedTuple):
-    """What is asked of every operator. target: the one that gives what it gives, or writes; makes: takes a device."""
+    """What is asked of every operator. target: the one that gives what it gives, or writes; makes: takes a device.
+
+    is_special: what it gives are numbers of the text, or depends on values.
+    """
 
     target: Any
     makes: bool
     writes: bool
     draws: bool
+    is_special: bool
 
 
 @lru_cache(maxsize=1 << 12)
 def _traits(func: Any) -> _Traits:
     makes = any(each.name == "device" for each in parameters_of(func))
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return _Traits(_functional(func), makes, func._schema.is_mutable, draws)
+    is_special = func in LARGEST or func in _CONSTANTS
+    return _Traits(_functional(func), makes, func._schema.is_mutable, draws, is_special)
 
 
 def _functional(func: Any) -> Any:
