@@ -56,7 +56,7 @@ def _places(target: Any) -> dict[str, int | None]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _name(target: Any) -> str:
+def name_of(target: Any) -> str:
     """torch makes it anew whenever it is asked."""
     return str(target)
 
@@ -78,7 +78,7 @@ class OpCall:
     @property
     def name(self) -> str:
         """As in `aten.mm.default`."""
-        return _name(self.target)
+        return name_of(self.target)
 
     @property
     def content(self) -> Hashable:

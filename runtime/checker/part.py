@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 from autopar.ir.choices import Choice, axis_choices, localize, shardings
-from autopar.ir.op_call import OpCall, TensorSpec, map_tensors, spec_of
+from autopar.ir.op_call import OpCall, TensorSpec, map_tensors, name_of, spec_of
 from autopar.ir.rule import ArgPath, Rule
 from autopar.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard, Sharding
 from autopar.operators.rules.attention_cost import visits
@@ -74,6 +74,7 @@ class LocalCall:
         self._results = tuple(map(spec_of, results))
         self.shapes = [None if each is None else each.shape for each in self._results]
         self._dtypes = dtypes
+        self._regroups = any(word in name_of(target) for word in _REGROUPS)
         self._rule: tuple[Rule | None] | None = None
         self._found: dict[Any, tuple[OpCall, tuple[tuple[Typed | None, ...], ...]]] = {}
 
@@ -116,6 +117,8 @@ class LocalCall:
                     yield rule, whole_call, part
 
     def _whole(self, args: Any, kwargs: Any, types: Sequence[Typed]) -> tuple[Rule | None, OpCall | None]:
+        if self._regroups and not _are_as_many(types[0].shape, args[1] if len(args) > 1 else None):
+            return None, None
         whole = executed(self.target, *_specs(args, kwargs, types))
         return (None, None) if whole is None else (rule_of(whole), whole)
 
@@ -240,7 +243,7 @@ class LocalCall:
             shape = self.shapes[index]
             assert shape is not None
             grown = self._grown(shape, split)
-            if any(word in str(self.target) for word in _REGROUPS):
+            if self._regroups:
                 grown = (each for each in grown if prod(each) == prod(types[0].shape))
             ways.append([(path, list(each)) for each in grown])
         for path in sized:
@@ -376,6 +379,13 @@ def _made_of_one(rule: Rule) -> set[str]:
     """The factors of results that no operand has: along these a result repeats itself."""
     given = {name for dims in rule.operands for dim in dims for name in dim}
     return {name for dims in rule.results if dims is not None for dim in dims for name in dim} - given
+
+
+def _are_as_many(shape: Sequence[int], size: Any) -> bool:
+    """Whether a view has as many elements; torch takes long to say that it does not. Of other arguments torch says."""
+    if not isinstance(size, list | tuple) or any(type(each) is not int or each < 0 for each in size):
+        return True
+    return prod(shape) == prod(size)
 
 
 def _times(value: Any, by: int) -> Any:
