@@ -92,9 +92,14 @@ class Inference:
         return (target, ring, len(self._stripes), asked), operands
 
     def number(self, types: tuple[Typed, ...]) -> int:
-        """Equal for equal types: tensors of the same are told by it without comparing these."""
+        """Equal for equal types: tensors of the same are told by it without comparing these. In which stripes any lie
+        is noted.
+        """
         known = self._numbers.get(id(types))
         if known is None:
+            if types not in self._by_types:
+                self._stripes |= {(p.outer, p.zigzag) for each in types
+                                  for p in each.sharding if isinstance(p, Shard) and p.outer > 1}  # fmt: skip
             number = self._by_types.setdefault(types, len(self._by_types))
             known = self._numbers[id(types)] = number, types  # kept, so that nothing else has its place
         return known[0]
@@ -128,8 +133,6 @@ class Inference:
         writes; mostly the same.
         """
         said = [self.axes.said(x) for x in operands]
-        self._stripes |= {(p.outer, p.zigzag) for types, _ in said for each in types
-                          for p in each.sharding if isinstance(p, Shard) and p.outer > 1}  # fmt: skip
         results = flatten_results(made)
         dtypes = [x.dtype for x in operands]
         call = LocalCall(target, args, kwargs, dtypes, results, ring, self.axes, self.ways, self._stripes)
@@ -140,8 +143,6 @@ class Inference:
         kind = type(made) if isinstance(made, list | tuple) else None
         flat = kind is None or not any(isinstance(each, list) for each in made)
         self._known[question] = answer = Answer(like if flat else (None,), found, is_whole, _alone(found), kind)
-        if len(self._stripes) != question[2]:
-            self._known[(*question[:2], len(self._stripes), question[3])] = answer
         return answer
 
     def known(self, question: Any) -> Answer | None:

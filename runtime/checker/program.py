@@ -22,7 +22,7 @@ from autopar.ir.terms import Tape, Term
 from autopar.runtime.checker.compared import Compared
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
-from autopar.runtime.checker.types import Axes, Typed, alike, give, give_said
+from autopar.runtime.checker.types import Axes, Typed, alike, give, give_said, like
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
 from autopar.runtime.holders import holders, own_inputs
 from autopar.runtime.layout import local_part_shape
@@ -120,9 +120,10 @@ class _Recorded:
             types, _ = self._axes.said(x)
             own = tuple(terms.fresh() for _ in types)
             leaves.extend(own)
-            return give_said(alike(x), (types, own))
+            return give_said(like(x), (types, own))
 
-        args, kwargs = _mapped((args, kwargs), argument)
+        with without_dispatch():
+            args, kwargs = _mapped((args, kwargs), argument)
         with self._inference.standing_for(dict(zip(leaves, given, strict=True))):
             self._made = function(*args, **kwargs)
         results: list[Term] = []
@@ -131,10 +132,11 @@ class _Recorded:
         def result(x: Tensor) -> Tensor:
             types, own = self._axes.said(x)
             results.extend(own)
-            self._like.append((alike(x), types))
+            self._like.append((like(x), types))
             return x
 
-        self._made = _mapped(self._made, result)
+        with without_dispatch():
+            self._made = _mapped(self._made, result)
         self._tape = Tape(terms, leaves, results)
 
     def __call__(self, given: Sequence[Term]) -> Any:
@@ -143,7 +145,7 @@ class _Recorded:
         """
         found, place = self._tape(given), 0
         with without_dispatch():
-            made = [like.detach() for like, _ in self._like]
+            made = [x.detach() for x, _ in self._like]
         for x, (_, types) in zip(made, self._like, strict=True):
             own = found[place : place + len(types)]
             place += len(types)
@@ -277,10 +279,10 @@ class _Border:
             shape = entry.block or local_part_shape(entry.shape, sharding, self.axes.sizes, origin)
             own = self._types(entry, sharding)
             found = self._parts[key] = self._empty(tuple(shape), entry.dtype, own), tuple(own)
-        like, types = found
+        made, types = found
         if len(types) == 1 and len(terms) == 1:
-            return give_said(alike(like), (types, tuple(terms)))
-        return give(alike(like), [each.of(term) for each in types for term in terms])
+            return give_said(alike(made), (types, tuple(terms)))
+        return give(alike(made), [each.of(term) for each in types for term in terms])
 
     def _types(self, entry: TensorInterface, sharding: Sharding) -> frozenset[Typed]:
         """Of a tensor of the interface: where blocks are longer than the last piece, also that of the padded whole."""

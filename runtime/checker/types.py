@@ -111,7 +111,12 @@ def give_said(x: Tensor, said: Said) -> Tensor:
 def alike(x: Tensor) -> Tensor:
     """Another tensor of the same shape, of which nothing is said yet."""
     with without_dispatch():
-        return x.detach() if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return like(x)
+
+
+def like(x: Tensor) -> Tensor:
+    """`alike`, where no mode types what is called."""
+    return x.detach() if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def in_order(typed: Typed) -> tuple[object, ...]:
