@@ -147,6 +147,8 @@ class LocalCall:
 
     def _may_fit(self, whole: OpCall) -> bool:
         """Whether the results are as long as even pieces of the whole ones may be: asked before how they would lie."""
+        if len(whole.results) != len(self.shapes):
+            return False
         for shape, spec in zip(self.shapes, whole.results, strict=True):
             if shape is None or spec is None or shape == spec.shape:
                 continue
