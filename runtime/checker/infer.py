@@ -52,14 +52,14 @@ Readings = tuple[tuple[Reading, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call gives. results: of each, one like it, None for what is no tensor; readings: what each is; kind: of
+    """What a call gives. results: one like each; None where some are no tensors; readings: what each is; kind: of
     what holds several.
 
     is_whole: nothing else that it may be was left out because something that was planned had been found. alone: of
     each result its type and its form, where each is one thing, of operands as they are.
     """
 
-    results: tuple[Tensor | None, ...]
+    results: tuple[Tensor, ...] | None
     readings: Readings
     is_whole: bool
     alone: tuple[tuple[tuple[Typed, ...], Form] | None, ...] | None
@@ -139,10 +139,10 @@ class Inference:
         found, is_whole = self._readings(call, operands, said, hinted and self._hinted)
         if found is None:
             return None
-        like = tuple(x.detach() if isinstance(x, Tensor) else None for x in results)
+        like = tuple(x.detach() for x in results if isinstance(x, Tensor))
         kind = type(made) if isinstance(made, list | tuple) else None
-        flat = kind is None or not any(isinstance(each, list) for each in made)
-        self._known[question] = answer = Answer(like if flat else (None,), found, is_whole, _alone(found), kind)
+        flat = len(like) == len(results) and (kind is None or not any(isinstance(each, list) for each in made))
+        self._known[question] = answer = Answer(like if flat else None, found, is_whole, _alone(found), kind)
         return answer
 
     def known(self, question: Any) -> Answer | None:

@@ -15,7 +15,7 @@ from autopar.ir.sharding import Partial, Replicate, Shard, Step, local_shape, pa
 from autopar.runtime.checker.moves import after
 from autopar.runtime.checker.part import ExchangeCall, RingCall
 from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
-from autopar.runtime.checker.types import Typed, alike, bare, give, give_said, in_order
+from autopar.runtime.checker.types import Typed, bare, give, give_said, in_order, like
 from autopar.runtime.checker.typing_mode import Typing
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.transfers import Transfers, parse_bucket
@@ -127,7 +127,12 @@ class TypedComm(RecordingComm):
     def exchange_experts_grad_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
         return self._exchanged("exchange_experts_grad_bias", axis, tensors, options)
 
-    def moved(self, x: Tensor, *steps: Step, said: Any = None) -> Tensor:
+    def moved(self, x: Tensor, *steps: Step) -> Tensor:
+        """`moved_quietly`, where a mode types what is called."""
+        with self.typing.quietly():
+            return self.moved_quietly(x, *steps)
+
+    def moved_quietly(self, x: Tensor, *steps: Step, said: Any = None) -> Tensor:
         """What moves, one after the other, make of a tensor. said: the steps, in what compares faster than they do.
 
         Raises:
@@ -137,13 +142,13 @@ class TypedComm(RecordingComm):
         key = (x.dtype, x.shape, self.typing.inference.number(types), said or steps)
         known = self._moved.get(key)
         if known is None:
-            like, becomes = self._typed_moves(x, steps)
-            known = self._moved[key] = like, becomes, tuple(becomes[each] for each in types if each in becomes)
-        like, becomes, made = known
+            whole, becomes = self._typed_moves(x, steps)
+            known = self._moved[key] = whole, becomes, tuple(becomes[each] for each in types if each in becomes)
+        whole, becomes, made = known
         if len(types) == 1:
-            return give_said(alike(like), (made, terms))
+            return give_said(like(whole), (made, terms))
         found = zip(types, terms, strict=True)
-        return give(alike(like), [becomes[each].of(term) for each, term in found if each in becomes])
+        return give(like(whole), [becomes[each].of(term) for each, term in found if each in becomes])
 
     def chain(self, steps: str, name: str, given: tuple[Any, ...]) -> tuple[Step, ...]:
         """The steps of a bucket's text, of a tensor of this name, which comes with these arguments: `given[1:]`.
@@ -230,15 +235,17 @@ class TypedTransfers:
             parse_bucket(steps, comm.axes, tensors, keep)
         held = self._held if self._held is not None and keep else {}
         is_held = bool(held) and all(self._at + name in held for name in own)
-        for name, given in own.items():
-            tensor, chain, said = given[0], comm.chain(steps, name, given), (steps, given[1:], keep)
-            if keep > len(chain):
-                parse_bucket(steps, comm.axes, tensors, keep)
-            if is_held:
-                tensor = held[self._at + name]
-            elif keep:
-                tensor = held[self._at + name] = comm.moved(tensor, *chain[:keep], said=(*said, "kept"))
-            self._values[name] = comm.moved(tensor, *chain[keep:], said=said) if keep < len(chain) else tensor
+        with comm.typing.quietly():
+            for name, given in own.items():
+                tensor, chain, said = given[0], comm.chain(steps, name, given), (steps, given[1:], keep)
+                if keep > len(chain):
+                    parse_bucket(steps, comm.axes, tensors, keep)
+                if is_held:
+                    tensor = held[self._at + name]
+                elif keep:
+                    tensor = held[self._at + name] = comm.moved_quietly(tensor, *chain[:keep], said=(*said, "kept"))
+                left = chain[keep:]
+                self._values[name] = comm.moved_quietly(tensor, *left, said=said) if left else tensor
         return self
 
     def wait(self) -> dict[str, Tensor]:

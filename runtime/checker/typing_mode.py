@@ -71,10 +71,10 @@ class Typing(PlainDispatchMode):
         with self.quietly():
             question, operands = self.inference.question(func, given, named, ring)
             answer = None if own.writes else self.inference.known(question)
-            if answer is not None and None not in answer.results:
+            if answer is not None and answer.results is not None:
                 said = self.inference.said(answer, operands)
                 if said is not None:
-                    like = [x.detach() for x in answer.results if x is not None]
+                    like = [x.detach() for x in answer.results]
                     for x, each in zip(like, said, strict=True):
                         if each is not None:
                             give_said(x, each)
