@@ -64,7 +64,8 @@ def waiting_for_device(work: Callable[[], object]) -> list[str]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    found = {f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)}
+    # Not what torch says once of the mode itself.
+    found = {f"{each.filename}:{each.lineno}" for each in caught if "called a synchronizing" in str(each.message)}
     return sorted(found)
 
 

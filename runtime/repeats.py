@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,13 +25,11 @@ from autopar.base.huggingface.adapters import SWITCHES
 from autopar.base.huggingface.caches import is_cache
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import TensorInterface
-from autopar.ir.sharding import Partial, Shard
 from autopar.runtime.agreement import Call
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.executable import Executable
 from autopar.runtime.graphs import Capture, Graph, Run, StateUses, cuda_graph
 from autopar.runtime.hooks import BACKWARD, FORWARD
-from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import seed_of
 from autopar.runtime.placements import from_dtensor_placements
@@ -171,12 +170,14 @@ def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 class _Source:
     """Where a tensor comes from: an argument of the call; of a cache, a state by its number.
 
-    spec: how the state lies; None of a number. entry: the input of the program that it is.
+    spec: how the state lies; None of one that every rank has whole (a number, an empty cache), of which plain has shape
+    and dtype. entry: the input of the program that it is.
     """
 
     argument: str
     state: int | None = None
     spec: Any = None
+    plain: Any = None
     entry: TensorInterface | None = None
 
 
@@ -185,7 +186,8 @@ class Repeat:
     """A kind of call. compared: the inputs whose values ranks compare. specs: how outputs lie, None of numbers.
     named: this rank's parameters, with how they lie. kind, fields: of the model's output, and the places of outputs in
     it; None where it is no plain structure of these. capture: what makes a graph of the program. states: of a program
-    that may be one, its inputs that are states, with the places of the outputs that they become.
+    that may be one, its inputs that are states, with the places of the outputs that they become. cut: the inputs of
+    which the program takes a part or casts; stand_ins: for those of which this rank has its piece.
     """
 
     executable: Executable
@@ -205,6 +207,8 @@ class Repeat:
     choose_first: Sequence[Callable[[], None] | None]
     capture: Capture | None
     states: Mapping[str, int]
+    cut: frozenset[str]
+    stand_ins: Tensors
     _num_runs: int = 0
     _written: frozenset[str] = frozenset()
     _graph: Graph | None = None
@@ -216,9 +220,9 @@ class Repeat:
             if source.state is None:
                 continue
             given = found[source.argument]
-            state = given[source.state] if source.state < len(given) else None
+            state: Any = given[source.state] if source.state < len(given) else None
             if source.spec is None:
-                if type(state) not in (Tensor, Term):
+                if type(state) not in (Tensor, Term) or (state.shape, state.dtype) != source.plain:
                     return None
                 continue
             if not isinstance(state, DTensor) or getattr(state, "_whole", None) is not None:
@@ -234,12 +238,15 @@ class Repeat:
             entry = source.entry
             assert entry is not None
             given = leaves[source.argument] if source.state is None else states[source.argument][source.state]
-            if source.spec is not None:
+            if source.spec is None:
+                found[entry.name] = given.detach().to(self.comm.device, non_blocking=True)
+            else:
                 found[entry.name] = local_tensor(given)
-                continue
-            x = given.detach().to(self.comm.device, non_blocking=True)
-            found[entry.name] = shard(x, entry.sharding, self.comm) if states and _is_split(entry) else x
-        return found if states else self.program.split_inputs(self.comm, found)
+        if self.cut:
+            # Pieces are as they are to be; what the program makes of stand-ins for them is nothing.
+            local = self.program.split_inputs(self.comm, {**found, **self.stand_ins})
+            found.update({name: local[name] for name in self.cut})
+        return found
 
     def state(self) -> Tensors | None:
         """This rank's parameters and buffers by name; None where a parameter lies otherwise than in the call before."""
@@ -324,7 +331,7 @@ class Repeat:
             if spec is None:
                 found.append(as_number(value))
                 continue
-            each = SeenWhole(value, spec, requires_grad=False)  # pyright: ignore
+            each: Any = SeenWhole(value, spec, requires_grad=False)  # pyright: ignore
             each._gather_first, each._choose_first = self.gather_first[place], self.choose_first[place]
             found.append(each)
         return found
@@ -379,6 +386,11 @@ def repeat_of(
     capture = cuda_graph if may_be_graph(comm) else None
     is_padded = any(entry.block is not None for entry in interface.parameters)
     may_capture = capture is not None and not is_padded and not interface.granted
+    pieces = {source.entry for source in sources if source is not None and source.spec is not None}
+    stand_ins = {entry.name: _meta(entry) for entry in interface.inputs if entry in pieces}
+    whole = {entry.name: _meta(entry) for entry in interface.inputs}
+    local = program.split_inputs(comm, dict(whole))
+    cut = frozenset(name for name, x in whole.items() if name not in stand_ins and local[name] is not x)
     kept = call._replace(inputs={}, kinds=call.kinds_of_inputs())
     return Repeat(
         executable, program, Snapshot(model), kept,
@@ -389,7 +401,7 @@ def repeat_of(
         buffers, comm, seed_of(0, 0, comm.device), type(output), fields,
         [getattr(each, "_gather_first", None) for each in outputs],
         [getattr(each, "_choose_first", None) for each in outputs],
-        capture, _states(sources, fields) if may_capture else {},
+        capture, _states(sources, fields) if may_capture and stand_ins else {}, cut, stand_ins,
     )  # fmt: skip
 
 
@@ -400,9 +412,9 @@ def _source(x: Tensor | None, leaves: Mapping[str, Any], entry: TensorInterface 
             return _Source(name, entry=entry)
         for number, state in enumerate(value.states() if is_cache(value) else ()):
             if state is x and isinstance(x, DTensor):
-                return _Source(name, number, x._spec, entry) if entry is None or _lies_as(x, entry) else None
-            if state is x and type(x) in (Tensor, Term) and x.ndim == 0:
-                return _Source(name, number, entry=entry)
+                return _Source(name, number, x._spec, entry=entry) if entry is None or _lies_as(x, entry) else None
+            if state is x and isinstance(x, Tensor) and type(x) in (Tensor, Term):
+                return _Source(name, number, plain=(x.shape, x.dtype), entry=entry)
     return None
 
 
@@ -410,8 +422,9 @@ def _lies_as(x: DTensor, entry: TensorInterface) -> bool:
     return from_dtensor_placements(x.placements) == entry.sharding and str(x.dtype) == f"torch.{entry.dtype}"
 
 
-def _is_split(entry: TensorInterface) -> bool:
-    return any(isinstance(placement, Shard | Partial) for placement in entry.sharding)
+def _meta(entry: TensorInterface) -> Tensor:
+    """A tensor without values in the place of an input."""
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
 
 
 def _fields_of(output: Any, seen: Sequence[Any], leaves: Mapping[str, Any]) -> list[tuple[str, Any]] | None:
@@ -445,6 +458,7 @@ def _states(sources: Iterable[_Source | None], fields: Sequence[tuple[str, Any]]
 
 
 def may_be_graph(comm: Communicator) -> bool:
-    """Whether programs that are run again and again are CUDA graphs: on one GPU; on several where it is asked for."""
-    asked = environment.cuda_graphs()
-    return comm.device.type == "cuda" and asked != "0" and (asked == "1" or math.prod(comm.sizes) == 1)
+    """Whether programs that are run again and again are CUDA graphs: on one GPU. Several ranks would have to record in
+    the same call.
+    """
+    return comm.device.type == "cuda" and math.prod(comm.sizes) == 1 and environment.cuda_graphs()

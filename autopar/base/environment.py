@@ -10,8 +10,7 @@ AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
 AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; ``auto``, these for plain calls only;
                    ``cudnn``, ``flash``, as ``auto``, with cuDNN's kernel before flash attention or never
 AUTOPAR_TUNE       ``1``: measure configurations of attention's kernels at their first calls (ranks may differ in bits)
-AUTOPAR_GRAPHS     on CUDA, whether a program that ``generate()`` runs for every token is a CUDA graph: ``0``, never;
-                   ``1``, on several GPUs, too; else on one
+AUTOPAR_GRAPHS     ``0``: on one GPU, what ``generate()`` runs for every token is no CUDA graph
 =================  ============================================================================================
 """
 
@@ -93,15 +92,9 @@ def tunes(variables: Mapping[str, str] | None = None) -> bool:
     return _flag(os.environ if variables is None else variables, "AUTOPAR_TUNE")
 
 
-def cuda_graphs(variables: Mapping[str, str] | None = None) -> str:
-    """AUTOPAR_GRAPHS: "0", never; "1", on several GPUs, too; "": on one.
-
-    Raises AutoparError for another word.
-    """
-    given = os.environ if variables is None else variables
-    if not given.get("AUTOPAR_GRAPHS", "").strip():
-        return ""
-    return "1" if _flag(given, "AUTOPAR_GRAPHS") else "0"
+def cuda_graphs(variables: Mapping[str, str] | None = None) -> bool:
+    """AUTOPAR_GRAPHS: whether a program that runs again and again may be a CUDA graph."""
+    return _flag(os.environ if variables is None else variables, "AUTOPAR_GRAPHS", default=True)
 
 
 def interprets_triton(variables: Mapping[str, str] | None = None) -> bool:

@@ -95,8 +95,8 @@ def measure(size: str, names: Sequence[str], new_tokens: int, rounds: int) -> li
         begun = time.perf_counter()
         try:
             ready[name] = BUILT[name].make(copy.deepcopy(base).to(device_type()), wanted)
-            for _ in range(2):
-                found, *_ = generated(ready[name], prompt, new_tokens)
+            generated(ready[name], prompt, new_tokens)
+            found, *_ = generated(ready[name], prompt, new_tokens)
         except Exception as error:
             rows[name] = {"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]}
             ready.pop(name, None)

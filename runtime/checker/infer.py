@@ -324,9 +324,9 @@ def _chosen(types: Sequence[Sequence[Operand]]) -> Iterator[tuple[Operand, ...]]
 
 
 def _alone(readings: Readings) -> tuple[tuple[tuple[Typed, ...], Form] | None, ...] | None:
-    if any(each is not None and (len(each) > 1 or any(of.dim is not None for of in each[0].operands))
-           for each in readings):  # fmt: skip
-        return None
+    for each in readings:
+        if each is not None and (len(each) > 1 or any(of.dim is not None for one in each for of in one.operands)):
+            return None
     return tuple(None if each is None else ((each[0].typed,), each[0].form) for each in readings)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,10 +45,16 @@ def no_graph(rehearse: Work, work: Work) -> tuple[Sequence[Tensor], Callable[[],
 WAYS = {"graphs": on_the_same_memory, "none": no_graph}
 
 
-def as_graphs(way: str = "graphs") -> None:
-    """Have programs that may be CUDA graphs be something like it on a CPU."""
-    repeats.may_be_graph = lambda comm: True  # type: ignore[assignment]
-    repeats.cuda_graph = WAYS[way]  # type: ignore[assignment]
+@contextmanager
+def as_graphs(way: str) -> Iterator[None]:
+    """Inside, programs that may be CUDA graphs are something like it on a CPU."""
+    before = repeats.may_be_graph, repeats.cuda_graph
+    repeats.may_be_graph = lambda comm: way != "plain"  # type: ignore[assignment]
+    repeats.cuda_graph = WAYS.get(way, no_graph)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        repeats.may_be_graph, repeats.cuda_graph = before
 
 
 def _num_runs(compiled: Any) -> int:
@@ -57,18 +64,21 @@ def _num_runs(compiled: Any) -> int:
 
 def tokens(name: str, way: str) -> tuple[dict[str, list[list[int]]], int]:
     """The tokens of every case, twice the same; how many calls were repeats."""
-    if way != "plain":
-        as_graphs(way)
-    model, prompt = generation.model_and_prompt(name)
-    compiled = _compiled(model)
-    found = generation.generated(compiled, prompt)
-    assert generation.generated(compiled, prompt) == found
-    return found, _num_runs(compiled)
+    with as_graphs(way):
+        model, prompt = generation.model_and_prompt(name)
+        compiled = _compiled(model)
+        found = generation.generated(compiled, prompt)
+        assert generation.generated(compiled, prompt) == found
+        return found, _num_runs(compiled)
 
 
 def kept_by_a_script() -> list[bool]:
     """What a script keeps of one run is as it was after others: its cache, logits of every token."""
-    as_graphs()
+    with as_graphs("graphs"):
+        return _kept_by_a_script()
+
+
+def _kept_by_a_script() -> list[bool]:
     model, prompt = generation.model_and_prompt("qwen2")
     compiled = _compiled(model)
     said: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

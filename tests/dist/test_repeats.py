@@ -10,8 +10,7 @@ from tests.dist.launch import launch
 
 @pytest.mark.slow
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("way", ["plain", "graphs", "none"])
+@pytest.mark.parametrize(("way", "ranks"), [("plain", 1), ("plain", 2), ("graphs", 1), ("none", 1)])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mamba", "lfm2", "t5"])
 def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> None:
     """Breaks if an input of a repeat goes elsewhere, if a state is another's, if a graph's memory is not what a call
@@ -26,7 +25,7 @@ def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> Non
 @pytest.mark.slow
 def test_what_a_script_keeps_is_not_written() -> None:
     """Breaks if a graph writes into a cache of an earlier run that somebody holds, or hands out its own logits."""
-    for found in launch(repeats.kept_by_a_script, 2, timeout_s=240.0):
+    for found in launch(repeats.kept_by_a_script, 1, timeout_s=240.0):
         assert all(found)
 
 
