@@ -185,6 +185,8 @@ class Mesh:
 
 
 def _check_axes(pairs: tuple[tuple[str, int], ...]) -> None:
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise AutoparError("A mesh is made of axes, a name and a size each", values=f"Given: {pairs}", remedy=_EXAMPLE)
     given = ",".join(f"{name}={size}" for name, size in pairs)
     if not pairs:
         raise AutoparError("A mesh needs at least one axis", remedy=_EXAMPLE)

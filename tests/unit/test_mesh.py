@@ -72,6 +72,8 @@ def test_bad_text_is_refused_with_what_is_wrong(text: str, message: str) -> None
 
 def test_other_bad_questions() -> None:
     """Breaks if an empty mesh, an unknown axis, rank or profile passes, or the message lists no way out."""
+    with pytest.raises(AutoparError, match="a name and a size each"):
+        Mesh((2,))  # type: ignore[arg-type]
     with pytest.raises(AutoparError, match="at least one axis"):
         Mesh({})
     mesh = Mesh({"dp": 2, "tp": 2})
