@@ -109,7 +109,8 @@ class Repeats:
         made = None if given.kind in self._kept else make()
         if made is not None:
             self._kept[given.kind] = made
-            self._kept.pop(next(iter(self._kept)) if len(self._kept) > MOST else None, None)  # type: ignore[arg-type]
+            if len(self._kept) > MOST:
+                del self._kept[next(iter(self._kept))]
 
     def num_graphs(self) -> int:
         """How many of them are graphs now."""
@@ -197,7 +198,7 @@ class Repeat:
     compared: Mapping[str, _Source]
     sources: Sequence[_Source]
     specs: Sequence[Any]
-    named: Sequence[tuple[TensorInterface, nn.Parameter, Any]]
+    named: Sequence[tuple[TensorInterface, DTensor, Any]]
     buffers: Sequence[tuple[str, Mapping[str, Any], str]]
     comm: Communicator
     seed: Any
@@ -252,9 +253,9 @@ class Repeat:
         """This rank's parameters and buffers by name; None where a parameter lies otherwise than in the call before."""
         found: Tensors = {}
         for entry, parameter, spec in self.named:
-            if parameter._spec is not spec:  # type: ignore[attr-defined]
+            if parameter._spec is not spec:
                 return None
-            local = local_tensor(parameter)  # type: ignore[arg-type]
+            local = local_tensor(parameter)
             found[entry.name] = local
             for alias in entry.aliases:
                 found[alias] = local
@@ -370,11 +371,12 @@ def repeat_of(
         return None
     if program.draws or any(entry.block is not None for entry in (*interface.inputs, *interface.outputs)):
         return None
-    sources = [_source(inputs.get(entry.name), leaves, entry) for entry in interface.inputs]
-    compared = {name: _source(call.inputs[name], leaves) for name in call.compared()}
+    sources = [_source(entry.name, inputs.get(entry.name), leaves, entry) for entry in interface.inputs]
+    compared = {name: _source(name, call.inputs[name], leaves) for name in call.compared()}
     if not all(sources) or not all(compared.values()):
         return None
-    if any(each is None for each in seen) or not all(isinstance(p, DTensor) for p in parameters):
+    placed = [p for p in parameters if isinstance(p, DTensor)]
+    if any(each is None for each in seen) or len(placed) < len(parameters):
         return None
     buffers = []
     for entry in interface.buffers:
@@ -400,7 +402,7 @@ def repeat_of(
         {name: each for name, each in compared.items() if each is not None},
         [each for each in sources if each is not None],
         [getattr(each, "_spec", None) for each in outputs],
-        [(entry, p, p._spec) for entry, p in zip(interface.parameters, parameters, strict=True)],  # type: ignore[attr-defined]
+        [(entry, p, p._spec) for entry, p in zip(interface.parameters, placed, strict=True)],
         buffers, comm, seed_of(0, 0, comm.device), type(output), fields,
         [getattr(each, "_gather_first", None) for each in outputs],
         [getattr(each, "_choose_first", None) for each in outputs],
@@ -408,17 +410,26 @@ def repeat_of(
     )  # fmt: skip
 
 
-def _source(x: Tensor | None, leaves: Mapping[str, Any], entry: TensorInterface | None = None) -> _Source | None:
-    """Where a tensor came from; None where it was made on the way, or lies otherwise than the program takes it."""
-    for name, value in leaves.items():
-        if value is x and type(x) is Tensor:
-            return _Source(name, entry=entry)
-        for number, state in enumerate(value.states() if is_cache(value) else ()):
-            if state is x and isinstance(x, DTensor):
-                return _Source(name, number, x._spec, entry=entry) if entry is None or _lies_as(x, entry) else None
-            if state is x and isinstance(x, Tensor) and type(x) in (Tensor, Term):
-                return _Source(name, number, plain=(x.shape, x.dtype), entry=entry)
-    return None
+def _source(
+    path: str, x: Tensor | None, leaves: Mapping[str, Any], entry: TensorInterface | None = None
+) -> _Source | None:
+    """Where a tensor came from, by its path: one tensor may be handed in under several names, and another time not.
+
+    None where it was made on the way, or lies otherwise than the program takes it.
+    """
+    if type(x) is Tensor and leaves.get(path) is x:
+        return _Source(path, entry=entry)
+    above, _, number = path.rpartition(".")
+    cache = leaves.get(above)
+    if x is None or not is_cache(cache) or not number.isdecimal():
+        return None
+    states: list[Any] = cache.states()  # type: ignore[union-attr]
+    if int(number) >= len(states) or states[int(number)] is not x:
+        return None
+    if isinstance(x, DTensor):
+        lies = entry is None or _lies_as(x, entry)
+        return _Source(above, int(number), x._spec, entry=entry) if lies else None
+    return _Source(above, int(number), plain=(x.shape, x.dtype), entry=entry) if type(x) in (Tensor, Term) else None
 
 
 def _lies_as(x: DTensor, entry: TensorInterface) -> bool:

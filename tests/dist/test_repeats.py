@@ -41,3 +41,17 @@ def test_ranks_that_differ_at_a_repeat_are_told() -> None:
     """Breaks if a repeat does not compare what ranks are about to run."""
     for found in launch(repeats.differing_tokens, 2, timeout_s=120.0):
         assert "input_ids" in found and "values of the inputs" in found
+
+
+@pytest.mark.slow
+def test_one_tensor_under_two_names_and_then_two() -> None:
+    """Breaks if a repeat takes tokens for labels, as they were one tensor in the call before."""
+    for found in launch(repeats.labels_of_their_own, 2, timeout_s=120.0):
+        assert max(found) < 1e-6, found
+
+
+@pytest.mark.slow
+def test_train_and_eval_are_no_repeats_of_each_other() -> None:
+    """Breaks if a program without dropout runs in training mode, or the other way round."""
+    for found in launch(repeats.modes, 2, timeout_s=120.0):
+        assert found == [True, True, False, True]

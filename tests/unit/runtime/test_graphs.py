@@ -7,22 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from autopar.runtime.graphs import Graph, StateUses, Work
+from autopar.runtime.graphs import Graph, StateUses
+from tests.dist.repeats import on_the_same_memory
 
 aten = torch.ops.aten
-
-
-def _capture(rehearse: Work, work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
-    """Everything is computed anew into the memory of the first time."""
-    rehearse()
-    values = work()
-
-    def replay() -> None:
-        for kept, new in zip(values, work(), strict=True):
-            if kept is not new:
-                kept.copy_(new)
-
-    return values, replay
 
 
 def _once(inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -51,7 +39,7 @@ def test_what_is_only_written_is_written_in_place() -> None:
     beside it becomes that of the next.
     """
     assert _written(_once) == {"cache"}
-    graph = Graph(_once, _inputs(0), {"cache": 1}, _written(_once), [], _capture)
+    graph = Graph(_once, _inputs(0), {"cache": 1}, _written(_once), [], on_the_same_memory)
     cache, memory = torch.zeros(4, 2), graph.memory["cache"].data_ptr()
     totals: list[tuple[Tensor, Tensor]] = []
     for at in range(3):
@@ -67,7 +55,7 @@ def test_what_is_only_written_is_written_in_place() -> None:
 def test_what_is_read_later_is_not_written_in_place() -> None:
     """Breaks if a program sees a state's new value where it asks for the one from before."""
     assert _written(_read_later) == frozenset()
-    graph = Graph(_read_later, _inputs(0), {"cache": 1}, _written(_read_later), [], _capture)
+    graph = Graph(_read_later, _inputs(0), {"cache": 1}, _written(_read_later), [], on_the_same_memory)
     cache = torch.zeros(4, 2)
     for at in range(3):
         inputs = {**_inputs(at), "cache": cache}
@@ -87,7 +75,7 @@ def test_two_states_in_one_memory_are_not_written_in_place() -> None:
 
 def test_what_somebody_holds_is_left_alone() -> None:
     """Breaks if a run writes into what an earlier one handed out, or if it stays plain once nobody holds it."""
-    graph = Graph(_once, _inputs(0), {"cache": 1}, frozenset({"cache"}), [], _capture)
+    graph = Graph(_once, _inputs(0), {"cache": 1}, frozenset({"cache"}), [], on_the_same_memory)
     held = graph(_inputs(0))
     graph.hand_out(held)
     assert graph.fits({**_inputs(1), "cache": held[1]}, [])
