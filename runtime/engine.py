@@ -128,6 +128,9 @@ class Engine:
 
         Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
         """
+        if torch.is_inference_mode_enabled():  # parameters that are cut in it, and what is traced, were never trained
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(args, kwargs)
         kind = self.comm.device.type
         if torch.is_autocast_enabled(kind):
             check_autocast(torch.get_autocast_dtype(kind), self.precision)

@@ -39,6 +39,7 @@ from autopar.ir.program import Program
 from autopar.machine.hardware import FUSED_KERNELS, Hardware
 from autopar.operators.rules.exchange_cost import ranks_of_token
 from benchmarks import pages
+from benchmarks.published import runs
 from benchmarks.published.rows import FOLDER, MIXTURES, Machine
 from benchmarks.published.runs import FUSED_ADAM_PASSES, NO_LIMIT, machine_of
 
@@ -99,19 +100,11 @@ class Row:
         return self.published.get("tokens_per_s_per_gpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Of one row: tokens/s/GPU, GiB of the fullest rank, seconds of a step by kind; beside_s: beside the plan."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(runs.Prediction):
+    """Of one row."""
 
     id: str
-    tokens_per_s: float
-    gib: float
-    compute_s: float
-    communication_s: float
-    hidden_s: float
-    waiting_s: float
-    optimizer_s: float
-    beside_s: float
 
 
 # -- the file
@@ -169,15 +162,15 @@ def predict(row: Row, layers: int | None = None) -> Prediction:
         added = ADDED_BYTES * elements
         step_s += times * added / made.program.on_mesh.hardware.memory_bytes_per_s(added)
     return Prediction(
-        row.id,
-        row.global_batch * row.sequence / step_s / row.gpus,
-        cost.peak_memory_bytes / 2**30,
-        times * cost.compute_s,
-        times * cost.communication_s,
-        times * cost.hidden_s,
-        times * cost.waiting_s,
-        cost.optimizer_s,
-        step_s - times * (cost.step_time_s - cost.optimizer_s) - cost.optimizer_s,
+        id=row.id,
+        tokens_per_s=row.global_batch * row.sequence / step_s / row.gpus,
+        gib=cost.peak_memory_bytes / 2**30,
+        compute_s=times * cost.compute_s,
+        communication_s=times * cost.communication_s,
+        hidden_s=times * cost.hidden_s,
+        waiting_s=times * cost.waiting_s,
+        optimizer_s=cost.optimizer_s,
+        beside_s=step_s - times * (cost.step_time_s - cost.optimizer_s) - cost.optimizer_s,
     )
 
 

@@ -166,6 +166,27 @@ def modes() -> list[bool]:
     return [float((each - want).abs().max()) < 1e-2 * scale for each in found]
 
 
+def evaluated_first() -> list[float]:
+    """Differences of losses from eager's, where all begins with an evaluation under `torch.inference_mode`, and the
+    model is trained then.
+    """
+    model, _ = generation.model_and_prompt("qwen2")
+    compiled = _compiled(model, "zero3")
+    ids = torch.randint(5, 96, (4, 6), generator=torch.Generator().manual_seed(3))
+    losses: list[list[float]] = []
+    for each in (model, compiled):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(2):
+            with torch.inference_mode():
+                found = [each(input_ids=ids + 1, labels=ids, use_cache=False) for _ in range(3)][-1]
+                losses[-1] += [float(found.loss), float(found.logits.square().mean())]
+            each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [abs(a - b) / abs(a) for a, b in zip(*losses, strict=True)]
+
+
 def differing_tokens() -> str:
     """What the ranks are told where, at a repeat, one has other tokens."""
     model, _ = generation.model_and_prompt("qwen2")

@@ -55,3 +55,10 @@ def test_train_and_eval_are_no_repeats_of_each_other() -> None:
     """Breaks if a program without dropout runs in training mode, or the other way round."""
     for found in launch(repeats.modes, 2, timeout_s=120.0):
         assert found == [True, True, False, True]
+
+
+@pytest.mark.slow
+def test_inference_mode_comes_first() -> None:
+    """Breaks if parameters that are cut under `torch.inference_mode` cannot be trained, or are traced in it."""
+    for found in launch(repeats.evaluated_first, 2, timeout_s=120.0):
+        assert max(found) < 1e-5, found  # float32, after two steps
