@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.base import environment
-from autopar.base.huggingface.adapters import SWITCHES
 from autopar.base.huggingface.caches import is_cache
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import TensorInterface
@@ -29,11 +28,11 @@ from autopar.runtime.agreement import Call
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.executable import Executable
 from autopar.runtime.graphs import Capture, Graph, Run, StateUses, cuda_graph
-from autopar.runtime.hooks import BACKWARD, FORWARD
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import seed_of
 from autopar.runtime.placements import from_dtensor_placements
 from autopar.runtime.seen_whole import SeenWhole, Term
+from autopar.runtime.snapshot import Snapshot
 from autopar.runtime.step import in_blocks
 
 logger = logging.getLogger("autopar")
@@ -121,50 +120,6 @@ class Repeats:
         graphs = [each for each in self._kept.values() if each.has_graph]
         for each in graphs[:-MOST_GRAPHS]:
             each.drop_graph()
-
-
-class Snapshot:
-    """What of a model, beside its values, decides what a forward of it is: as one forward found it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._modules = [
-            (vars(module), module, type(module), module.training, tuple(module._modules.values()),
-             tuple(module._parameters.values()))
-            for module in modules
-        ]  # fmt: skip
-        inside = [getattr(each, kind) for each in modules[1:] for kind in {**FORWARD, **BACKWARD}]
-        self._hooks = [(hooks, tuple(hooks)) for hooks in inside]
-        numbers = [
-            (vars(module), name, value)
-            for module in modules
-            for name, value in vars(module).items()
-            if (type(value) in (bool, int, float) and name != "training") or name in SWITCHES
-        ]
-        self._names = [(held, name) for held, name, _ in numbers]
-        self._values = [list(x) if isinstance(x, list) else x for *_, x in numbers]
-        self._parameters = [(p, p.requires_grad, p.grad is None) for p in model.parameters()]
-
-    def holds(self) -> bool:
-        """Whether all of it is as it was."""
-        for held, module, kind, training, children, parameters in self._modules:
-            if (
-                type(module) is not kind
-                or held["training"] is not training
-                or tuple(held["_modules"].values()) != children
-                or not _are_same(tuple(held["_parameters"].values()), parameters)
-            ):
-                return False
-        if [held.get(name) for held, name in self._names] != self._values:
-            return False
-        if any(tuple(hooks) != keys for hooks, keys in self._hooks):
-            return False
-        return all(p.requires_grad is wants and (p.grad is None) is has_none for p, wants, has_none in self._parameters)
-
-
-def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Object by object: `==` of tensors is something else."""
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""What decides, beside its values and the batch, what a forward of a model is: whether it is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from autopar.base.huggingface.adapters import SWITCHES
+from autopar.runtime.hooks import BACKWARD, FORWARD
+
+
+class Snapshot:
+    """What of a model, beside its values, decides what a forward of it is: as one forward found it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._modules = [
+            (vars(module), module, type(module), module.training, tuple(module._modules.values()),
+             tuple(module._parameters.values()))
+            for module in modules
+        ]  # fmt: skip
+        inside = [getattr(each, kind) for each in modules[1:] for kind in {**FORWARD, **BACKWARD}]
+        self._hooks = [(hooks, tuple(hooks)) for hooks in inside]
+        numbers = [
+            (vars(module), name, value)
+            for module in modules
+            for name, value in vars(module).items()
+            if (type(value) in (bool, int, float) and name != "training") or name in SWITCHES
+        ]
+        self._names = [(held, name) for held, name, _ in numbers]
+        self._values = [list(x) if isinstance(x, list) else x for *_, x in numbers]
+        self._parameters = [(p, p.requires_grad, p.grad is None) for p in model.parameters()]
+
+    def holds(self) -> bool:
+        """Whether all of it is as it was."""
+        for held, module, kind, training, children, parameters in self._modules:
+            if (
+                type(module) is not kind
+                or held["training"] is not training
+                or tuple(held["_modules"].values()) != children
+                or not _are_same(tuple(held["_parameters"].values()), parameters)
+            ):
+                return False
+        if [held.get(name) for held, name in self._names] != self._values:
+            return False
+        if any(tuple(hooks) != keys for hooks, keys in self._hooks):
+            return False
+        return all(p.requires_grad is wants and (p.grad is None) is has_none for p, wants, has_none in self._parameters)
+
+
+def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Object by object: `==` of tensors is something else."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
