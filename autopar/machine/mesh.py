@@ -24,8 +24,8 @@ _EXAMPLE = "Write name=size pairs, slowest link first, as in dp=4,tp=2"
 class Mesh:
     """Axes with their sizes, over one kind of hardware. Needs no process group, no GPU and no torch.
 
-    ``Mesh({"dp": 64, "tp": 8}, hardware="h100")``. The order of the axes is kept and counts: rank r sits at the
-    coordinates that row-major order gives it, so the last axis joins neighbouring ranks.
+    ``Mesh({"dp": 64, "tp": 8}, hardware="h100")``, or ``Mesh("dp=64,tp=8")``. The order of the axes is kept and counts:
+    rank r sits at the coordinates that row-major order gives it, so the last axis joins neighbouring ranks.
 
     Raises AutoparError for a size below 1, a name that is no identifier, a repeated axis, or an unknown hardware
     profile.
@@ -35,7 +35,11 @@ class Mesh:
     hardware: Hardware
     whole: Mesh | None
 
-    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], hardware: str | Hardware = "h100") -> None:
+    def __init__(
+        self, axes: Mapping[str, int] | Iterable[tuple[str, int]] | str, hardware: str | Hardware = "h100"
+    ) -> None:
+        if isinstance(axes, str):
+            axes = _parsed(axes)
         pairs = tuple(cast("Iterable[tuple[str, int]]", axes.items() if isinstance(axes, Mapping) else axes))
         _check_axes(pairs)
         object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
@@ -60,17 +64,7 @@ class Mesh:
     @staticmethod
     def parse(text: str, hardware: str | Hardware = "h100") -> Mesh:
         """``dp=4,tp=2`` to a mesh. Raises AutoparError that shows the part it cannot read."""
-        pairs = []
-        for part in text.split(","):
-            match = re.fullmatch(r"\s*([^\s=]+)\s*=\s*([+-]?\d+)\s*", part)
-            if match is None:
-                raise AutoparError(
-                    f"The mesh has the part {part.strip()!r}, which is no name=size",
-                    values=f"Given: {text!r}",
-                    remedy=_EXAMPLE,
-                )
-            pairs.append((match[1], int(match[2])))
-        return Mesh(pairs, hardware=hardware)
+        return Mesh(_parsed(text), hardware=hardware)
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh, hardware: str | Hardware | None = None) -> Mesh:
@@ -182,6 +176,21 @@ class Mesh:
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def _parsed(text: str) -> list[tuple[str, int]]:
+    """The axes that ``dp=4,tp=2`` names."""
+    pairs = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([^\s=]+)\s*=\s*([+-]?\d+)\s*", part)
+        if match is None:
+            raise AutoparError(
+                f"The mesh has the part {part.strip()!r}, which is no name=size",
+                values=f"Given: {text!r}",
+                remedy=_EXAMPLE,
+            )
+        pairs.append((match[1], int(match[2])))
+    return pairs
 
 
 def _check_axes(pairs: tuple[tuple[str, int], ...]) -> None:

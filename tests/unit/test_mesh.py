@@ -45,7 +45,7 @@ def test_is_a_value() -> None:
     """Breaks if a mesh stops being a key of caches, or cannot be sent to another process."""
     mesh = Mesh({"dp": 4, "tp": 2})
     same = Mesh.parse("dp=4, tp=2", hardware="h100")
-    assert mesh == same and hash(mesh) == hash(same) and len({mesh, same}) == 1
+    assert mesh == same == Mesh("dp=4,tp=2") and hash(mesh) == hash(same) and len({mesh, same}) == 1
     assert mesh != Mesh({"dp": 4, "tp": 2}, hardware="a100")
     copy = pickle.loads(pickle.dumps(mesh))
     assert copy == mesh and copy.axes == mesh.axes

@@ -28,26 +28,24 @@ function expertWords(rows) {
 
 function expertColumns() {
   const count = (key) => ({ numeric: true, value: (row) => row[key], show: (row) => formatRows(row[key]) });
-  const cost = (phase) => ({ numeric: true, value: (row) => row[`${phase}_s`], show: (row) => exchangeCost(row, phase) });
   return [
-    { title: "Layer", wide: true, value: (row) => row.module, show: (row) => dotted(row.module) },
+    { title: "Layer", wide: true, hint: "and what is split", value: (row) => row.module, show: (row) => [dotted(row.module), small(row.split || "nothing is split")] },
     { title: "Calls", numeric: true, hint: "in a step", value: (row) => row.times, show: (row) => formatWhole(row.times) },
-    { title: "Experts", numeric: true, hint: "of the layer, and how many each token chooses", value: (row) => row.experts, show: (row) => [`${row.experts}`, h("div", { class: "where" }, `${row.chosen} a token`)] },
-    { title: "Split", value: (row) => row.split, show: (row) => row.split || "nothing" },
-    { title: "On a rank", hint: "experts that a rank has", ...count("here") },
+    { title: "Experts", numeric: true, hint: "of the layer, how many each token chooses, and how many a rank has", value: (row) => row.experts, show: (row) => [`${row.experts}`, small(`${row.chosen} a token`), small(`${row.here} a rank`)] },
     { title: "Tokens", hint: "of a rank, before any go to their experts", ...count("tokens") },
-    { title: "An expert gets", hint: "tokens that choose it, on the average", ...count("expert_rows") },
-    { title: "A rank gets", hint: "choices of experts that a rank multiplies: on the average, and the busiest one", numeric: true, value: (row) => row.rows, show: (row) => [formatRows(row.rows), h("div", { class: "where" }, `${formatRows(row.busiest_rows)} the busiest`)] },
-    { title: "A round", hint: "tokens that a rank takes at once at most; where more come, all take several rounds", numeric: true, value: (row) => row.round_rows, show: (row) => (row.round_rows ? formatWhole(row.round_rows) : MISSING) },
-    { title: "Exchange forward", hint: "seconds, and bytes that a rank sends", ...cost("forward") },
-    { title: "Exchange backward", hint: "seconds, and bytes that a rank sends", ...cost("backward") },
-    { title: "Computing", hint: "forward, backward", numeric: true, value: (row) => row.forward_compute_s + row.backward_compute_s, show: (row) => [formatSeconds(row.forward_compute_s), h("div", { class: "where" }, formatSeconds(row.backward_compute_s))] },
+    { title: "Per expert", hint: "tokens that choose it, on the average", ...count("expert_rows") },
+    { title: "Per rank", hint: "choices of experts that a rank multiplies: on the average, and the busiest one", numeric: true, value: (row) => row.rows, show: (row) => [formatRows(row.rows), small(`${formatRows(row.busiest_rows)} the busiest`)] },
+    { title: "Round", hint: "tokens that a rank takes at once at most; where more come, all take several rounds", numeric: true, value: (row) => row.round_rows, show: (row) => (row.round_rows ? formatWhole(row.round_rows) : MISSING) },
+    { title: "Exchange", hint: "forward, backward: seconds, and bytes that a rank sends", numeric: true, value: (row) => (row.axis ? row.forward_s + row.backward_s : 0), show: (row) => (row.axis ? [exchangeCost(row, "forward"), small(exchangeCost(row, "backward"))] : h("span", { class: "muted" }, MISSING)) },
+    { title: "Computing", hint: "forward, backward", numeric: true, value: (row) => row.forward_compute_s + row.backward_compute_s, show: (row) => [formatSeconds(row.forward_compute_s), small(formatSeconds(row.backward_compute_s))] },
   ];
 }
 
+/** A second line of a cell. */
+const small = (text) => h("div", { class: "where" }, text);
+
 function exchangeCost(row, phase) {
-  if (!row.axis || !row[`${phase}_bytes`]) return h("span", { class: "muted" }, MISSING);
-  return [formatSeconds(row[`${phase}_s`]), h("div", { class: "where" }, `${formatBytes(row[`${phase}_bytes`])} over ${row.axis}`)];
+  return `${formatSeconds(row[`${phase}_s`])}, ${formatBytes(row[`${phase}_bytes`])}`;
 }
 
 function formatRows(value) {
