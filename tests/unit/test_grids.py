@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -44,4 +45,29 @@ def test_a_row_of_pixels_is_planned(strategy: str) -> None:
     """Breaks if torch's grid of one row is traced: it makes a tensor behind the trace's back."""
     batch = {"x": torch.randn(8, 12), "labels": torch.randint(0, 2, (8,))}
     plan = autopar.plan(Warped(), autopar.Mesh({"dp": 2}, hardware="cpu"), example_inputs=batch, strategy=strategy)
+    plan.verify().raise_on_failure()
+
+
+class Masked(nn.Module):
+    """An image of one pixel is read at points that depend on another input."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.paint, self.locate, self.read, self.mode = nn.Linear(6, 4), nn.Linear(6, 6), nn.Linear(12, 1), mode
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        image, grid = self.paint(x)[..., None, None], self.locate(places).view(-1, 3, 1, 2).tanh()
+        seen = F.grid_sample(image, grid, self.mode, align_corners=True)
+        return self.read(seen.flatten(1)).square().mean()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_a_gradient_that_is_always_zero_is_split(mode: str) -> None:
+    """Breaks if the rule of a grid's gradient is to be found by trials, which tell nothing where all of it is zero."""
+    batch = {"x": torch.randn(8, 6), "places": torch.randn(8, 6)}
+    mesh = autopar.Mesh({"dp": 2}, hardware="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = autopar.plan(Masked(mode), mesh, example_inputs=batch, strategy="ddp")
     plan.verify().raise_on_failure()

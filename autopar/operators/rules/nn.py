@@ -321,6 +321,37 @@ def _affine_grid(call: OpCall) -> Rule:
     return bind(call, f"{ends[0]} -> {ends[1]} | {blocked} | linear 0", op_class="reduction", size_args=size_args)
 
 
+@rule("aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
+def _grid_sampler(call: OpCall) -> Rule:
+    """Points are read one by one, from all of their image; channels side by side."""
+    image, grid, seen, marks = _grid_dims(call, 0)
+    return bind(call, f"{image}, {grid} -> {seen} | {marks} | linear 0", op_class="gather", flops=_grid_flops(call, 0))
+
+
+@rule("aten.grid_sampler_2d_backward.default", "aten.grid_sampler_3d_backward.default")
+def _grid_sampler_backward(call: OpCall) -> Rule:
+    """Points that are split give terms of the image's gradient, channels terms of the grid's."""
+    image, grid, seen, marks = _grid_dims(call, 1)
+    results = ", ".join("_" if result is None else dims for result, dims in zip(call.results, (image, grid)))
+    sums = "".join(f", {name} sum" for name in seen.split() if name != "n")
+    text = f"{seen}, {image}, {grid} -> {results} | {marks}{sums} | linear 0"
+    return bind(call, text, op_class="gather", flops=2 * _grid_flops(call, 1))
+
+
+def _grid_dims(call: OpCall, at: int) -> tuple[str, str, str, str]:
+    """Image, grid, what is seen, and the marks of what is whole; `at`: the place of the image among the operands."""
+    sides = range(call.operands[at].ndim - 2)
+    space, points = (" ".join(f"{letter}{i}" for i in sides) for letter in "xy")
+    return f"n c {space}", f"n {points} k", f"n c {points}", f"k !{_blocked(space)}"
+
+
+def _grid_flops(call: OpCall, at: int) -> float:
+    """Two for each neighbour of a point: 2 a side, or 4 of a cubic, 1 of the nearest."""
+    image, grid = call.operands[at].shape, call.operands[at + 1].shape
+    neighbours = (2, 1, 4)[call.arg("interpolation_mode")] ** len(image[2:])
+    return 2.0 * neighbours * image[1] * math.prod(grid[:-1])
+
+
 # ------------------------------------------------------------------------------------------------------------- losses
 
 _MEAN, _SUM = 1, 2

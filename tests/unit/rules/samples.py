@@ -413,6 +413,23 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.upsample_nearest3d.default": [(r(4, 8, 2, 2, 2), [4, 4, 4])],
     "aten.upsample_nearest3d.vec": [(r(4, 8, 2, 2, 2), [4, 4, 4], None)],
     "aten.upsample_nearest3d_backward.default": [(r(4, 8, 4, 4, 4), [4, 4, 4], [4, 8, 2, 2, 2])],
+    "aten.grid_sampler_2d.default": [
+        (IMAGE, r(4, 6, 2, 2), mode, padding, align) for mode, padding, align in [(0, 0, False), (1, 1, True), (2, 2, False)]
+    ] + [(r(4, 2, 1, 4), r(4, 1, 2, 2), 0, 0, False)],
+    "aten.grid_sampler_2d_backward.default": [
+        (r(4, 8, 6, 2), IMAGE, r(4, 6, 2, 2), 0, 0, False, [True, True]),
+        (r(4, 8, 6, 2), IMAGE, r(4, 6, 2, 2), 1, 1, True, [True, True]),
+        (r(4, 8, 6, 2), IMAGE, r(4, 6, 2, 2), 2, 2, False, [True, True]),
+        (r(4, 8, 6, 2), IMAGE, r(4, 6, 2, 2), 0, 0, False, [False, True]),
+        (r(4, 2, 1, 2), r(4, 2, 1, 4), r(4, 1, 2, 2), 0, 0, False, [True, True]),
+        (r(4, 2, 2, 2), r(4, 2, 1, 1), r(4, 2, 2, 2), 0, 1, True, [True, True]),
+    ],
+    "aten.grid_sampler_3d.default": [(r(2, 4, 3, 3, 2), r(2, 2, 2, 4, 3), 0, 0, False), (r(2, 4, 1, 3, 2), r(2, 2, 2, 4, 3), 1, 2, True)],
+    "aten.grid_sampler_3d_backward.default": [
+        (r(2, 4, 2, 2, 4), r(2, 4, 3, 3, 2), r(2, 2, 2, 4, 3), 0, 0, False, [True, True]),
+        (r(2, 4, 2, 2, 4), r(2, 4, 1, 3, 1), r(2, 2, 2, 4, 3), 1, 2, True, [True, True]),
+        (r(2, 4, 2, 2, 4), r(2, 4, 3, 3, 2), r(2, 2, 2, 4, 3), 0, 0, False, [False, True]),
+    ],
     "aten.upsample_trilinear3d.default": [(r(4, 8, 2, 2, 2), [4, 4, 4], False)],
     "aten.upsample_trilinear3d.vec": [(r(4, 8, 2, 2, 2), [4, 4, 4], False, None)],
     "aten.upsample_trilinear3d_backward.default": [(r(4, 8, 4, 4, 4), [4, 4, 4], [4, 8, 2, 2, 2], False)],
