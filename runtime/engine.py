@@ -115,6 +115,7 @@ class Engine:
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
         self.cache_maker: Callable[[int, int, torch.device, Tensor | None], Any] | None = None
+        self.prefill_chunk: int | None = None  # tokens of a prompt in one call, where generate() does not say it
         self.planned_forward: Callable[..., Any] | None = None
         self.first_times = FirstTimes(self.comm)
         self._known: dict[str, nn.Parameter] = {}
@@ -374,6 +375,7 @@ class Engine:
         other = Engine(model, self.device_mesh, prepare, self.prepare_for)
         other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
         other.cache_maker, other.first_times.is_apart = self.cache_maker, self.first_times.is_apart
+        other.prefill_chunk = self.prefill_chunk
         other.hooks = Hooks(model, self.hooks)
         hook_modules(other)
         other.agreement.held = self.agreement.held

@@ -417,7 +417,12 @@ def _compiled_class(original: Any) -> type[Any]:
         def without(self: CompiledModule) -> None:
             check_has_logits(self.autopar.comm.axes)
 
-        namespace["_prepare_cache_for_generation"] = generating(original._prepare_cache_for_generation, make, without)
+        def chunk(self: CompiledModule) -> int | None:
+            return self.autopar.prefill_chunk
+
+        namespace["_prepare_cache_for_generation"] = generating(
+            original._prepare_cache_for_generation, make, without, chunk
+        )
     if hasattr(original, "resize_token_embeddings"):
 
         @wraps(original.resize_token_embeddings)

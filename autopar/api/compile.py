@@ -161,6 +161,7 @@ def compile_model(
     engine: Any = compiled.autopar
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
     engine.cache_maker = partial(_new_cache, planner.blueprint, generate)
+    engine.prefill_chunk = None if generate is None else generate.chunk
     planner.attach()
     return compiled
 

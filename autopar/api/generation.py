@@ -3,7 +3,8 @@
     model, Generation ─ transformers' own generate(), another forward in it ─► a batch of each phase ─► a plan of each
 
 What the second phase decides is bound to where the first stores parameters and leaves the cache, so nothing is moved
-between them. Which of them decides first is what is predicted faster for the whole of it, where that is open.
+between them. Which of them decides first is what is predicted faster for the whole of it, where that is open. Of a
+prompt that goes through the model in chunks, the first phase is one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, parse_json, read_text
 from autopar.base.huggingface import caches
-from autopar.base.huggingface.generation import Unfilled, check_generates, driven, has_encoder, outputs, vocabulary
+from autopar.base.huggingface.generation import (
+    Unfilled,
+    check_generates,
+    check_takes_chunks,
+    driven,
+    has_encoder,
+    outputs,
+    vocabulary,
+)
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.decide import decide
@@ -49,6 +58,8 @@ def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str
         AutoparError: a model without `generate()`, or whose layers keep what is no state yet.
     """
     check_generates(model)
+    if generation.chunk is not None:
+        check_takes_chunks(model)
     found: list[dict[str, Any]] = []
 
     def answer(given: dict[str, Any]) -> Any:
@@ -59,7 +70,7 @@ def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str
 
     length = generation.positions(behind_encoder=has_encoder(model))
     short = driven(
-        model, generation.prompts(2), 2, answer,
+        model, generation.one_chunk().prompts(2), 2, answer,
         lambda _, rows, __, encoded: caches.new_cache(model, rows, length, torch.device("cpu"), encoded),
         beams=generation.beams, encoder=Unfilled,
     )  # fmt: skip
@@ -167,7 +178,7 @@ class GenerationPlan:
 
     @property
     def time_to_first_token_s(self) -> float:
-        return self.prefill.cost.step_time_s
+        return self.generation.chunks * self.prefill.cost.step_time_s
 
     @property
     def time_per_token_s(self) -> float:

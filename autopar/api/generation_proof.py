@@ -45,7 +45,7 @@ def verify_generation(
 ) -> Proof:
     """Prove a plan (see the module's text), on its mesh where that has at most 16 ranks, else on one scaled down.
 
-    phases: the plans of `prefill` and `decode`. tokens: how many new ones; None: all, up to 16. A plan with beams is
+    phases: the plans of `prefill` and `decode`. A prompt in chunks is proven up to where the last whole one ends. tokens: how many new ones; None: all, up to 16. A plan with beams is
     proven row by row: each is a sequence.
 
     Raises:
@@ -55,6 +55,8 @@ def verify_generation(
     fits_here(decode)
     assert decode.model is not None
     count = min(wanted.new_tokens, MOST_TOKENS) if tokens is None else tokens
+    length = wanted.positions(behind_encoder=has_encoder(decode.model))
+    wanted = wanted.in_whole_chunks()
     stages = dict(decode.mesh.axes).get(AXIS, 1)
     mesh, scaled = scaled_mesh(decode.mesh, {AXIS: min(2, stages)})
     model, _ = small_model(decode.model, {}, dtype, seed)
@@ -64,17 +66,21 @@ def verify_generation(
     if wanted.beams > 1:
         prompt = {name: value.repeat_interleave(wanted.beams, 0) for name, value in prompt.items()}
     following = torch.randint(1, words, (wanted.rows, count), generator=generator)
-    run = _Run(wanted, phases, model, mesh, scaled, dtype, following)
+    run = _Run(length, wanted.chunks, phases, model, mesh, scaled, dtype, following)
     around = partial(_eager, model, dtype)
-    tokens_found = driven(model, prompt, count, run.step, run.cache, encoder=lambda each: Within(each, around))
+    tokens_found = driven(
+        model, prompt, count, run.step, run.cache, chunk=wanted.chunk, encoder=lambda each: Within(each, around)
+    )
     first = tokens_found.shape[1] - count
     assert torch.equal(tokens_found[:, first:], following), "generate() took other tokens than it was given"
     whole = _whole(model, prompt, tokens_found[:, :-1], dtype)
     rtol, atol = TOLERANCES[dtype]
     rows: list[Comparison] = []
     for number, logits in enumerate(run.logits):
-        name = "logits of the prompt" if not number else f"logits of token {number}"
-        last = first - 1 + number
+        token = number - wanted.chunks + 1
+        part = f"chunk {number + 1} of the prompt" if wanted.chunks > 1 else "the prompt"
+        name = f"logits of {part}" if token <= 0 else f"logits of token {token}"
+        last = first - 1 + (token if token > 0 else token * (wanted.chunk or 1))
         want = whole[:, last - logits.shape[1] + 1 : last + 1]
         rows.append(comparison(name, want, logits, rtol, atol, 0.0))
     return Proof(tuple(rows), str(mesh), scaled, str(dtype).removeprefix("torch."), run.events, False, rtol)
@@ -84,27 +90,29 @@ class _Run:
     """The programs of all ranks in the model's place. Each is written once; what follows is the cache's."""
 
     def __init__(
-        self, wanted: Generation, phases: Mapping[str, PlanRecord], model: nn.Module, mesh: Any, scaled: bool,
+        self, length: int, chunks: int, phases: Mapping[str, PlanRecord], model: nn.Module, mesh: Any, scaled: bool,
         dtype: torch.dtype, following: Tensor,
     ) -> None:  # fmt: skip
         self.phases, self.model, self.mesh, self.scaled = phases, model, mesh, scaled
         self.dtype, self.following = dtype, following
-        self.length = wanted.positions(behind_encoder=has_encoder(model))
+        self.length, self.chunks = length, chunks
         self.logits: list[Tensor] = []
         self.events = 0
-        self.programs: dict[str, tuple[Program, str]] = {}
+        self.programs: dict[tuple[Any, ...], tuple[Program, str]] = {}
 
     def cache(self, model: Any, rows: int, length: int, encoded: Tensor | None) -> Any:
         return caches.new_cache(self.model, rows, self.length, torch.device("cpu"), encoded)
 
     def step(self, given: dict[str, Any]) -> Any:
         """One forward: the program of the phase, on all ranks."""
-        phase = "decode" if self.logits else "prefill"
-        if phase not in self.programs:
+        token = len(self.logits) - self.chunks + 1
+        phase = "decode" if token > 0 else "prefill"
+        kind = (phase, caches.layouts_among(given))
+        if kind not in self.programs:
             with only(self.dtype):
                 found = self.phases[phase]
-                self.programs[phase] = program_of(found, self.model, given, self.mesh, self.scaled, self.dtype)
-        program, source = self.programs[phase]
+                self.programs[kind] = program_of(found, self.model, given, self.mesh, self.scaled, self.dtype)
+        program, source = self.programs[kind]
         leaves = dict(tracing.tree_leaves_with_path(given))
         tensors = {port.name: leaves[port.name] for port in program.inputs}
         with default_dtype(self.dtype), torch.no_grad():
@@ -113,10 +121,9 @@ class _Run:
         self.events += max((len(events) for events in done.events), default=0)
         name, given_cache = caches.of_call(given)
         cache = caches.with_states(given_cache, values, name)
-        number = len(self.logits)
         self.logits.append(values["logits"])
         wanted = torch.full((len(self.following), 1, values["logits"].shape[-1]), -1.0)
-        wanted[torch.arange(len(self.following)), 0, self.following[:, number]] = 1.0
+        wanted[torch.arange(len(self.following)), 0, self.following[:, max(token, 0)]] = 1.0
         return outputs(wanted, cache, name)
 
 

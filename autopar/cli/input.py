@@ -45,13 +45,17 @@ def parse_batch(text: str) -> tuple[int, int]:
 
 
 def parse_generate(text: str) -> Generation:
-    """`8x2048x512`: sequences, tokens of the prompt, new tokens."""
+    """`8x2048x512`: sequences, tokens of the prompt, new tokens; `8x2048/256x512`: the prompt in chunks of 256."""
     from autopar.planner.generation import Generation
 
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text.strip())
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:/([1-9]\d*))?x([1-9]\d*)", text.strip())
     if match is None:
-        raise AutoparError(f"{text!r} is nothing to generate", remedy="write SEQUENCESxPROMPTxNEW, as in 8x2048x512")
-    return Generation(int(match[1]), int(match[2]), int(match[3]))
+        raise AutoparError(
+            f"{text!r} is nothing to generate",
+            remedy="write SEQUENCESxPROMPTxNEW, as in 8x2048x512, or SEQUENCESxPROMPT/CHUNKxNEW",
+        )
+    chunk = None if match[3] is None else int(match[3])
+    return Generation(int(match[1]), int(match[2]), int(match[4]), chunk=chunk)
 
 
 def make_generation_plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ class Generation:
     """What `generate()` is planned for.
 
     batch: sequences. prompt: tokens of each, and new_tokens that are made of it. beams: of each sequence, where
-    `generate(num_beams=…)` searches. padded: whether prompts have different lengths, with padding on the left.
+    `generate(num_beams=…)` searches. padded: whether prompts have different lengths, with padding on the left. chunk:
+    how many tokens of a prompt go through the model in one call, as `prefill_chunk_size=` of `generate()`; None: all.
     """
 
     batch: int = 1
@@ -23,6 +24,7 @@ class Generation:
     new_tokens: int = 128
     beams: int = 1
     padded: bool = False
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.batch, self.prompt, self.beams) < 1 or self.new_tokens < 2:
@@ -31,11 +33,31 @@ class Generation:
                 values=f"{self}",
                 remedy="batch, prompt and beams are 1 or more, new_tokens 2 or more: for one, plan(inference=True)",
             )
+        if self.chunk is not None and self.chunk < 1:
+            raise AutoparError(
+                "a prompt cannot go through the model in chunks of no tokens",
+                values=f"chunk={self.chunk}",
+                remedy="chunk is 1 or more; None: the whole prompt in one call",
+            )
 
     @property
     def rows(self) -> int:
         """Rows of the cache."""
         return self.batch * self.beams
+
+    @property
+    def chunks(self) -> int:
+        """Calls of forward for the prompt."""
+        return 1 if self.chunk is None else -(-self.prompt // self.chunk)
+
+    def in_whole_chunks(self) -> Generation:
+        """The same with a prompt that ends where a chunk does."""
+        chunk = min(self.chunk or self.prompt, self.prompt)
+        return replace(self, prompt=self.prompt // chunk * chunk)
+
+    def one_chunk(self) -> Generation:
+        """The same with a prompt of one call."""
+        return replace(self, prompt=min(self.chunk or self.prompt, self.prompt))
 
     def positions(self, *, behind_encoder: bool) -> int:
         """Of the cache: the last token is not read any more. An encoder has the prompt, its decoder a first token."""

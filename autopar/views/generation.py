@@ -36,7 +36,8 @@ def phases_tables(data: Mapping[str, Any], phases: Mapping[str, PlanRecord]) -> 
         ">peak",
     )
     asked = data["generation"]
-    counts = {"prefill": asked["batch"] * asked["prompt"], "decode": asked["batch"]}
+    chunk = min(asked["chunk"] or asked["prompt"], asked["prompt"])
+    counts = {"prefill": asked["batch"] * chunk, "decode": asked["batch"]}
     for name, plan in phases.items():
         cost, calls = plan.cost, sum(row.times for row in plan.collectives)
         rate = format_count(counts[name] / cost.step_time_s) if cost.step_time_s else "-"
@@ -66,8 +67,9 @@ def _header(data: Mapping[str, Any]) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     beams = f", {asked['beams']} beams each" if asked["beams"] > 1 else ""
+    chunks = f" in chunks of {asked['chunk']}" if asked["chunk"] else ""
     sequences = plural(asked["batch"], "sequence", "sequences")
-    table.add_row("generate", f"{sequences} of {asked['prompt']} tokens{beams}, {asked['new_tokens']} new tokens each")
+    table.add_row("generate", f"{sequences} of {asked['prompt']} tokens{chunks}{beams}, {asked['new_tokens']} new tokens each")
     table.add_row("first token", f"after {format_time(data['time_to_first_token_s'])} predicted")
     table.add_row("each token", f"{format_time(data['time_per_token_s'])} predicted, with the cache at its full length")
     rate, each = data["tokens_per_s"], data["tokens_per_s_per_device"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,20 @@ def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
         assert tokens == want
         assert programs == 2
         assert held == predicted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor", "ddp"])
+def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
+    """Breaks if a chunk is not what was planned for, or reads otherwise than the whole prompt would."""
+    model, prompt = generation.model_and_prompt("qwen2")
+    prompt = {name: value.repeat(1, 2)[:, :12] for name, value in prompt.items()}
+    fixed: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
+    want = [model.generate(**prompt, max_new_tokens=count, **fixed).tolist() for count in (3, 5)]
+    for tokens, programs, other in launch(generation.in_chunks, 2, strategy, timeout_s=240.0):
+        assert tokens == want
+        assert programs == 2
+        assert other == want[1]
 
 
 @pytest.mark.slow

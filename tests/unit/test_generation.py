@@ -143,6 +143,26 @@ def test_both_phases_are_planned_and_proven_together(name: str, strategy: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), [("mistral", "tensor"), ("llama", "ddp")])
+def test_a_prompt_in_chunks_is_planned_and_proven(name: str, strategy: str) -> None:
+    """Breaks if a chunk reads what is not written yet, or not what the chunk before it wrote, if the plan is that of
+    another number of tokens, or if the time to the first token is that of one chunk.
+    """
+    wanted = autopar.Generation(batch=2, prompt=7, new_tokens=3, chunk=3)
+    plan = autopar.plan_generation(_model(name), autopar.Mesh({"x": 2}), wanted, strategy=strategy)
+    proof = plan.verify().raise_on_failure()
+    assert [row.name for row in proof.comparisons] == [
+        "logits of chunk 1 of the prompt", "logits of chunk 2 of the prompt", "logits of token 1", "logits of token 2"
+    ]  # fmt: skip
+    assert plan.time_to_first_token_s == 3 * plan.prefill.cost.step_time_s
+    given = {each.name: each.shape for each in plan.prefill.interface.inputs}
+    assert given["input_ids"] == (2, 3)
+    assert given["past_key_values.0"][2] == 7 + 3 - 1
+    assert autopar.GenerationPlan.from_json(plan.to_json()).generation == wanted
+    assert "of 7 tokens in chunks of 3, 3 new tokens" in str(plan)
+
+
+@pytest.mark.slow
 def test_a_cache_that_lies_otherwise_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if the proof says ok where a token reads the rows of another sequence."""
     plan = autopar.plan_generation(_model("llama"), autopar.Mesh({"x": 2}), WANTED, strategy="ddp")
@@ -157,11 +177,23 @@ def test_a_cache_that_lies_otherwise_fails_the_proof(monkeypatch: pytest.MonkeyP
     assert not proof.ok
 
 
+def _encoding() -> nn.Module:
+    import transformers
+
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)
+    )
+
+
 def test_what_cannot_be_generated_is_told() -> None:
     """Breaks if a model without generate(), one token, or a plan's file that is none ends in a trace of Python's."""
     with pytest.raises(AutoparError, match=r"no generate\(\)"):
         autopar.plan_generation(nn.Linear(2, 2), autopar.Mesh({"x": 2}), WANTED)
     with pytest.raises(AutoparError, match="new_tokens 2 or more"):
         autopar.Generation(new_tokens=1)
+    with pytest.raises(AutoparError, match="chunks of no tokens"):
+        autopar.Generation(chunk=0)
+    with pytest.raises(AutoparError, match="takes no chunks(.|\n)*no prompt"):
+        autopar.plan_generation(_encoding(), autopar.Mesh({"x": 2}), autopar.Generation(chunk=4))
     with pytest.raises(AutoparError, match="no plan for generate"):
         autopar.GenerationPlan.from_json("{}")

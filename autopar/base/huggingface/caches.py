@@ -222,10 +222,16 @@ Maker = Callable[[Any, int, int, Tensor | None], Any]
 """(model, batch, length, what its encoder gave) -> a cache."""
 
 
-def generating(original: Any, make: Maker, without: Callable[[Any], None] = lambda model: None) -> Callable[..., None]:
+def generating(
+    original: Any,
+    make: Maker,
+    without: Callable[[Any], None] = lambda model: None,
+    chunk: Callable[[Any], int | None] = lambda model: None,
+) -> Callable[..., None]:
     """`_prepare_cache_for_generation` of a compiled model, which gives `generate()` a cache of ours.
 
-    original: the model's own. without: called with the model where no cache is wanted; may raise.
+    original: the model's own. without: called with the model where no cache is wanted; may raise. chunk: of the model,
+    the tokens of a prompt in one call, where the call does not say it.
     """
 
     def prepare(
@@ -242,6 +248,8 @@ def generating(original: Any, make: Maker, without: Callable[[Any], None] = lamb
                 remedy="leave it out: compiled.generate() makes its own cache, of fixed length",
             )
         config.disable_compile = True  # it is compiled
+        if config.prefill_chunk_size is None:
+            config.prefill_chunk_size = chunk(self)
         if not any(is_cache(model_kwargs.get(name)) for name in NAMES):
             rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
             length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)

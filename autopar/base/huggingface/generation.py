@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface.caches import Maker, called_without_data, generating
+from autopar.base.huggingface.caches import NAMES, Maker, called_without_data, generating, name_of
 
 Answer = Callable[[dict[str, Any]], Any]
 """The keyword arguments of one call of forward -> what forward returns."""
@@ -38,11 +38,12 @@ def driven(
     make_cache: Maker,
     *,
     beams: int = 1,
+    chunk: int | None = None,
     encoder: Callable[[Any], nn.Module],
 ) -> Tensor:
     """The tokens of `generate()`, whose calls of forward `answer` answers; on the CPU, whatever the model is on.
 
-    make_cache: see `caches.generating`. encoder: what stands in the place of the model's, if it has one. All tokens are
+    make_cache: see `caches.generating`. chunk: tokens of the prompt in one call, None: all. encoder: what stands in the place of the model's, if it has one. All tokens are
     made, whatever ends a sequence, and what the model's configuration says of tokens (forced, never twice) is left out.
     """
     check_generates(model)
@@ -64,10 +65,21 @@ def driven(
     shadow.__class__ = type(kind.__name__, (kind,), namespace)
     found: Any = shadow.generate(
         **prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, num_beams=beams,
-        pad_token_id=0, use_cache=True,
+        pad_token_id=0, use_cache=True, prefill_chunk_size=chunk,
     )  # fmt: skip
     assert isinstance(found, Tensor)
     return found
+
+
+def check_takes_chunks(model: nn.Module) -> None:
+    """Raises an AutoparError for a model whose prompt `generate()` does not hand over in chunks."""
+    if has_encoder(model) or name_of(model) != NAMES[0]:
+        reason = "its decoder has no prompt" if has_encoder(model) else f"its cache is called {name_of(model)}"
+        raise AutoparError(
+            f"generate() of {type(model).__name__} takes no chunks of a prompt",
+            values=reason,
+            remedy="leave chunk (or prefill_chunk_size) out",
+        )
 
 
 def has_encoder(model: nn.Module) -> bool:
