@@ -45,8 +45,8 @@ def verify_generation(
 ) -> Proof:
     """Prove a plan (see the module's text), on its mesh where that has at most 16 ranks, else on one scaled down.
 
-    phases: the plans of `prefill` and `decode`. A prompt in chunks is proven up to where the last whole one ends. tokens: how many new ones; None: all, up to 16. A plan with beams is
-    proven row by row: each is a sequence.
+    phases: the plans of `prefill` and `decode`. tokens: how many new ones; None: all, up to 16. A prompt in chunks is
+    proven up to where the last whole one ends, a plan with beams row by row: each is a sequence.
 
     Raises:
         AutoparError: the plan was loaded without its model, or the model is too large to run here.

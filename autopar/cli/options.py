@@ -40,7 +40,10 @@ Microbatches = Annotated[
 ]
 Generate = Annotated[
     str | None,
-    typer.Option("--generate", help="Plan generate(): sequences x tokens of the prompt (/ those of a chunk) x new tokens, 8x2048x512."),
+    typer.Option(
+        "--generate",
+        help="Plan generate(): sequences x tokens of the prompt (/ those of a chunk) x new tokens, 8x2048x512.",
+    ),
 ]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]

@@ -69,7 +69,9 @@ def _header(data: Mapping[str, Any]) -> Table:
     beams = f", {asked['beams']} beams each" if asked["beams"] > 1 else ""
     chunks = f" in chunks of {asked['chunk']}" if asked["chunk"] else ""
     sequences = plural(asked["batch"], "sequence", "sequences")
-    table.add_row("generate", f"{sequences} of {asked['prompt']} tokens{chunks}{beams}, {asked['new_tokens']} new tokens each")
+    table.add_row(
+        "generate", f"{sequences} of {asked['prompt']} tokens{chunks}{beams}, {asked['new_tokens']} new tokens each"
+    )
     table.add_row("first token", f"after {format_time(data['time_to_first_token_s'])} predicted")
     table.add_row("each token", f"{format_time(data['time_per_token_s'])} predicted, with the cache at its full length")
     rate, each = data["tokens_per_s"], data["tokens_per_s_per_device"]

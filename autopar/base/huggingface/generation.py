@@ -43,8 +43,9 @@ def driven(
 ) -> Tensor:
     """The tokens of `generate()`, whose calls of forward `answer` answers; on the CPU, whatever the model is on.
 
-    make_cache: see `caches.generating`. chunk: tokens of the prompt in one call, None: all. encoder: what stands in the place of the model's, if it has one. All tokens are
-    made, whatever ends a sequence, and what the model's configuration says of tokens (forced, never twice) is left out.
+    make_cache: see `caches.generating`. chunk: tokens of the prompt in one call, None: all. encoder: what stands in the
+    place of the model's, if it has one. All tokens are made, whatever ends a sequence, and what the model's
+    configuration says of tokens (forced, never twice) is left out.
     """
     check_generates(model)
     kind: Any = type(model)
