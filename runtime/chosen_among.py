@@ -87,13 +87,13 @@ BY_NAME: dict[str, Callable[..., Any]] = {"argmax": argmax, "topk": topk}
 """Functions of torch -> what they give of pieces: (pieces, their arguments)."""
 
 
-def chosen(name: str, x: DTensor, args: Any, kwargs: Any) -> Any:
-    """What `BY_NAME` gives for a call; None where it is to be asked of the whole."""
+def called(function: Callable[..., Any], x: DTensor, args: Any, kwargs: Any) -> Any:
+    """What one of such functions gives for a call; None where it is to be asked of the whole."""
     try:
-        inspect.signature(BY_NAME[name]).bind(x, *args, **kwargs)
+        inspect.signature(function).bind(x, *args, **kwargs)
     except TypeError:  # an `out`, or what is no call of it: torch says so
         return None
-    return BY_NAME[name](x, *args, **kwargs)
+    return function(x, *args, **kwargs)
 
 
 def _is_plain(x: DTensor) -> bool:

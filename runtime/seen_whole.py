@@ -2,6 +2,7 @@
 
     F.cross_entropy(logits.view(-1, V), labels.view(-1))      gathered at the first use, once; plain from there on
     logits[:, -1].argmax(-1)                                  the best of each piece (`chosen_among.py`)
+    keys.index_select(0, rows)                                rows of each piece (`along.py`)
     logits.to_local(), logits.placements, logits * dtensor    a DTensor, as for whoever deals in pieces
 
 A function of torch that is given one gets the whole tensor in its place, the same on every rank, and the gradient that
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
-from autopar.runtime import chosen_among
+from autopar.runtime import along, chosen_among
 
 KEPT = frozenset({
     "__format__", "__hash__", "__len__", "__repr__", "__set__", "dim", "element_size", "get_device",
@@ -212,11 +213,14 @@ def _of_pieces(name: str, x: SeenWhole, args: Any, kwargs: Any) -> Any:
             return local_tensor(x)[args[1]].clone()
         found = chosen_among.part(_in_pieces(x, local_tensor(x), DTensor), args[1])
         return None if found is None else seen_whole(found, x._gather_first, choose_first=x._choose_first)
+    if name in along.BY_NAME and not x.requires_grad:
+        found = chosen_among.called(along.BY_NAME[name], x, args, kwargs)
+        return None if found is None else seen_whole(found, x._gather_first, choose_first=x._choose_first)
     if name not in chosen_among.BY_NAME:
         return None
     if x._choose_first is not None:
         x._choose_first()
-    return chosen_among.chosen(name, x, args, kwargs)
+    return chosen_among.called(chosen_among.BY_NAME[name], x, args, kwargs)
 
 
 def _in_pieces(x: DTensor, local: Tensor, kind: type[DTensor]) -> DTensor:

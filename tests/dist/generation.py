@@ -200,6 +200,51 @@ def in_chunks(strategy: str) -> tuple[list[list[list[int]]], int, list[list[int]
     return tokens, programs, compiled.generate(**prompt, max_new_tokens=5, prefill_chunk_size=5, **fixed).tolist()
 
 
+def reused(strategy: str | None) -> tuple[dict[str, list[list[int]]], bool]:
+    """Tokens of calls that go on from the caches of others, and whether these were left in pieces. None: on one
+    process, whole prompts.
+    """
+    model, prompt = model_and_prompt("qwen2")
+    if strategy is not None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        model = autopar.compile(model, mesh, strategy=strategy)
+    fixed: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
+    found: dict[str, Tensor] = {}
+    caches: list[Any] = []
+
+    def turn(ids: Tensor, mask: Tensor, cache: Any, count: int = 3, **options: Any) -> Any:
+        kept = {} if strategy is None or cache is None else {"past_key_values": cache}
+        done = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=count, return_dict_in_generate=True, **kept, **fixed,
+            **options,
+        )  # fmt: skip
+        caches.append(done.past_key_values)
+        return done
+
+    # A conversation: every turn is longer than the cache that the one before left.
+    ids, mask, cache = prompt["input_ids"], prompt["attention_mask"], None
+    for number in range(2):
+        done = turn(ids, mask, cache)
+        found[f"turn {number}"], cache = done.sequences, done.past_key_values
+        ids = torch.cat([done.sequences, torch.full((4, 2), 9 + number)], 1)
+        mask = torch.cat([mask, torch.ones(4, ids.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+    # A prompt that others begin with: twice, for each of two beams, and then for some rows of them.
+    begin = prompt["input_ids"][1:3]
+    shared = turn(begin, torch.ones_like(begin), None, 2).past_key_values
+    shared.crop(-1)  # the token that was made is not theirs
+    ids = torch.cat([begin.repeat_interleave(2, 0), prompt["input_ids"][:, :3]], 1)
+    found["shared"] = turn(ids, torch.ones_like(ids), shared).sequences
+    found["beams"] = turn(ids[1:3], torch.ones_like(ids[1:3]), shared, num_beams=2).sequences
+    chosen = turn(ids, torch.ones_like(ids), copy.deepcopy(shared)).past_key_values
+    chosen.batch_select_indices(torch.tensor([3, 1]))
+    ids = torch.cat([found["shared"][[3, 1]], torch.full((2, 2), 9)], 1)
+    found["chosen"] = turn(ids, torch.ones_like(ids), chosen).sequences
+    states = [state for cache in caches if strategy is not None for state in cache.states()]
+    return {name: tokens.tolist() for name, tokens in found.items()}, all(
+        getattr(state, "_whole", None) is None for state in states
+    )
+
+
 def in_turn(sizes: dict[str, int] | None, strategy: Any) -> tuple[list[float], list[list[list[int]]]]:
     """Losses and tokens of a model that is trained and generates in turn. sizes: of the mesh; None: on one process."""
     model, prompt = model_and_prompt("qwen2")

@@ -63,6 +63,18 @@ def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor", "ddp"])
+def test_caches_are_taken_up_again(strategy: str) -> None:
+    """Breaks if a cache that is made longer, repeated or cut to some rows has another row's positions, if the one that
+    was handed in is changed, or, where no axis splits rows, if it is gathered for it.
+    """
+    want, _ = generation.reused(None)
+    for found, in_pieces in launch(generation.reused, 2, strategy, timeout_s=240.0):
+        assert found == want
+        assert in_pieces or strategy == "ddp"
+
+
+@pytest.mark.slow
 def test_drafts_change_no_token() -> None:
     """Breaks if positions of drafts that were not taken are read, or a later token is written behind them."""
     want = generation.with_drafts(None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts
+from autopar.base.huggingface.reuse import fitting, needed
 
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
@@ -250,11 +251,15 @@ def generating(
         config.disable_compile = True  # it is compiled
         if config.prefill_chunk_size is None:
             config.prefill_chunk_size = chunk(self)
-        if not any(is_cache(model_kwargs.get(name)) for name in NAMES):
-            rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
-            length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
-            model_kwargs[name_of(self) or NAMES[0]] = make(self, rows, length, encoded_among(model_kwargs))
+        rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
+        length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
+        name = name_of(self) or NAMES[0]
+        if not is_cache(model_kwargs.get(name)):
+            model_kwargs[name] = make(self, rows, length, encoded_among(model_kwargs))
+        else:
+            length = needed(model_kwargs, length, config.max_new_tokens)
+            model_kwargs[name] = fitting(model_kwargs[name], rows, length)
         if mode.value == "assisted_generation":
-            check_forgets(model_kwargs[name_of(self) or NAMES[0]])
+            check_forgets(model_kwargs[name])
 
     return prepare

@@ -15,7 +15,7 @@ Imports transformers, so it is imported late.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,10 +154,6 @@ class _Indexed(_Attention):
         self.indexer_keys = self.indexer_keys.index_copy(1, at, indexer_key_states)
         return self.indexer_keys
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        super().reorder_cache(beam_idx)
-        self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
-
     def advance(self, count: int) -> None:
         super().advance(count)
         self.indexer_cumulative_length = self.indexer_cumulative_length + count
@@ -224,12 +220,6 @@ class _Linear(LinearAttentionLayer):  # type: ignore[misc, unused-ignore]
             found += [recurrent[number]] if part.recurs else []
         return found
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            for number, value in states.items():
-                if value is not None:
-                    states[number] = value.index_select(0, beam_idx.to(value.device))
-
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
         window: Any = self.conv_kernel_size[state_idx]
         full = conv_states
@@ -267,10 +257,6 @@ class _Hybrid(_Linear, _Attention):
 
     def get_max_length(self) -> int:
         return _Attention.get_max_length(self)
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        _Attention.reorder_cache(self, beam_idx)
-        _Linear.reorder_cache(self, beam_idx)
 
     def advance(self, count: int) -> None:
         _Attention.advance(self, count)
@@ -336,6 +322,11 @@ class StateCache(Cache):  # type: ignore[misc, unused-ignore]
         super().__init__(layers=[_CLASSES[layout.kind](layout, tensors) for layout in layouts])
         assert next(tensors, None) is None, "a cache of fewer states than were handed in"
 
+    @staticmethod
+    def of(layouts: Iterable[Layout], states: Iterable[Tensor]) -> StateCache:
+        """As a call of the class."""
+        return StateCache(layouts, states)
+
     def states(self) -> list[Tensor]:
         """Of every layer in turn; a pytree's leaves."""
         layers: list[Any] = self.layers
@@ -344,6 +335,19 @@ class StateCache(Cache):  # type: ignore[misc, unused-ignore]
     def layouts(self) -> list[Layout]:
         layers: list[Any] = self.layers
         return [layer.layout for layer in layers]
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self._change_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        states = [change(x) if x.dim() else x for x in self.states()]
+        self.layers: list[Any] = StateCache(self.layouts(), states).layers
 
     def after(self, states: Iterable[Tensor]) -> StateCache:
         """As a forward leaves it, of other tensors."""
@@ -390,6 +394,13 @@ class StatePairCache(EncoderDecoderCache):  # type: ignore[misc, unused-ignore]
     def advance(self, count: int) -> None:
         """Count so many positions as written."""
         self.pair[0].advance(count)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for each in self.pair:
+            each.batch_repeat_interleave(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last positions of the decoder."""

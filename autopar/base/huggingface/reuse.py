@@ -1,0 +1,87 @@
+"""A cache that an earlier `generate()` left, made fit for another call: more rows, more positions.
+
+    conversation   the next turn has more positions than the cache has places: it is made longer
+    a prefix       one row that many prompts begin with: it is repeated
+
+What lies in pieces stays in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+
+OF_KIND: dict[str, tuple[int | None, ...]] = {
+    "attention": (2, 2, None), "indexed": (2, 2, None, 1, None), "linear": (), "hybrid": (2, 2, None), "none": (),
+    "cross": (None, None),
+}  # fmt: skip
+"""The dims of positions of what a layer keeps of attention."""
+
+
+def fitting(cache: Any, rows: int, length: int) -> Any:
+    """The cache, or a copy of it, with `rows` rows and at least `length` positions. The cache itself stays as it is.
+
+    Raises:
+        AutoparError: one of several rows that are not those of the batch.
+    """
+    have = next((x.shape[0] for x in cache.states() if x.dim()), rows)
+    if rows % have:
+        raise AutoparError(
+            f"a cache of {have} rows was handed in for {rows} sequences",
+            values="each row is repeated where their number divides that of the sequences",
+            remedy="take the rows that are wanted: cache.batch_select_indices(torch.tensor([…]))",
+        )
+    found = cache if length <= places(cache, length) else longer(cache, length)
+    if rows > have:
+        found = as_it_is(found)
+        found.batch_repeat_interleave(rows // have)
+    return found
+
+
+def as_it_is(cache: Any) -> Any:
+    """Another cache of the same states."""
+    return type(cache).of(cache.layouts(), cache.states())
+
+
+def places(cache: Any, otherwise: int) -> int:
+    """How many positions a cache has room for, of which as many are written as it says. otherwise: where none of its
+    states grows.
+    """
+    found = [x.shape[dim] for x, dim in zip(cache.states(), position_dims(cache), strict=True) if dim is not None]
+    return min(found, default=otherwise)
+
+
+def longer(cache: Any, length: int) -> Any:
+    """A copy with room for `length` positions."""
+
+    def padded(x: Tensor, dim: int | None) -> Tensor:
+        if dim is None or x.shape[dim] >= length:
+            return x
+        return torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, length - x.shape[dim]))
+
+    return type(cache).of(cache.layouts(), map(padded, cache.states(), position_dims(cache)))
+
+
+def position_dims(cache: Any) -> list[int | None]:
+    """Of each state of a cache the dim that has a place for every position; None of one that does not grow."""
+    found: list[int | None] = []
+    for layout in cache.layouts():
+        if layout.kind in ("linear", "hybrid"):
+            found += [None for part in layout.parts for has in (part.window is not None, part.recurs) if has]
+        found += OF_KIND[layout.kind]
+    return found
+
+
+def needed(given: dict[str, Any], length: int, new_tokens: int | None) -> int:
+    """Positions of a call that hands in what follows a cache alone, or all. length: of what is handed in and made.
+
+    given: its arguments; a mask of two dims is as long as all positions.
+    """
+    mask = given.get("attention_mask")
+    if mask is None or mask.dim() != 2:
+        return length
+    return max(length, int(mask.shape[1]) + (new_tokens or 1) - 1)
