@@ -146,7 +146,12 @@ def _least_gradient_seconds(size: float, num: int, link: Link, *, gathers: bool)
     gathers: each use gathers, once more.
     """
     free = replace(
-        link, latency_s=0.0, nvls_latency_s=0.0, measured=tuple(replace(m, latency_s=0.0) for m in link.measured)
+        link,
+        latency_s=0.0,
+        nvls_latency_s=0.0,
+        peer_latency_s=0.0,
+        peer_rank_s=0.0,
+        measured=tuple(replace(m, latency_s=0.0) for m in link.measured),
     )
     scatter, gather, reduce = (
         collective_time_s(kind, size, num, free, 0.0) for kind in ("reduce_scatter", "all_gather", "all_reduce")

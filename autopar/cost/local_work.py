@@ -20,27 +20,39 @@ from autopar.operators.rules.experts import EXPERTS_BACKWARD
 _CLASSES = {"conv": "convolution"}
 _BACKWARD = "autopar.attention_backward"
 _EXPERTS = "autopar.experts"
+_WRITES = ("aten.index_copy.default",)
+"""What writes into its first operand, where that is a state's memory and its source comes last."""
+FEW_QUERIES = 16
+"""Queries of which kernels for a few take care: a token, or the drafts of one."""
 Roles = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """The factors that make m, n, k and the batch of a product, and the groups that cut one of the first three."""
 
 
-def local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> Callable[[float], Work]:
+def local_work(
+    call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], *, in_place: bool = False
+) -> Callable[[float], Work]:
     """What one call of the kernel does, given its floating point operations (of one block, where it is a ring).
 
-    sizes: of the mesh's axes.
+    sizes: of the mesh's axes. in_place: whether states are written where they lie, not copied (`Hardware.graphs`).
     """
     dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
     name = call.name.split(".")[1]
     if call.arg("approximate") == "tanh":  # a function of its own
         name += "_tanh"
     moved = _moved_bytes(call, rule, strategy, sizes)
+    if in_place and call.name in _WRITES:
+        moved = 2.0 * _bytes_of(call.operands, strategy.operands, sizes)[-1]
     kind = _CLASSES.get(rule.op_class, rule.op_class)
     if kind == "attention":
         kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
         shape, variant = _attention_shape(rule, strategy.choices, sizes), _attention_variant(call)
-        return lambda flops: Work(kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant)
+        few = _few_rows(rule, strategy.choices, sizes) if kind == "attention" else 0.0
+        return lambda flops: Work(
+            kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant, few_rows=few
+        )
     if call.name.startswith(_EXPERTS):
         own, around = _expert_dims(rule, strategy.choices, sizes), _bytes_around(call, rule, strategy.choices, sizes)
+        moved -= _unread_bytes(call, rule, strategy, sizes)
         return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
@@ -85,8 +97,28 @@ def _expert_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     """
     local = _local_sizes(rule, choices, sizes)
     sent = math.prod(size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange")
-    rows = local["t"] * sent * local["k"] / rule.sizes["e"]
-    return max(1.0, rows), local["f"] * local.get("g", 1.0), local["d"], local["e"]
+    share = chosen_share(local["t"] * sent, local["k"], rule.sizes["e"])
+    rows = local["t"] * sent * local["k"] / (rule.sizes["e"] * share)
+    return max(1.0, rows), local["f"] * local.get("g", 1.0), local["d"], max(1.0, local["e"] * share)
+
+
+def chosen_share(tokens: float, chosen: float, experts: float) -> float:
+    """What part of the experts is chosen by any of so many tokens, on the average, where each chooses `chosen` of them
+    and all as often: 1 - (1 - chosen / experts)^tokens. The others' weights are not read.
+    """
+    return float(1.0 - (1.0 - chosen / experts) ** tokens) if chosen < experts else 1.0
+
+
+def _unread_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> float:
+    """Of the weights of experts here, those of which no token comes. What a backward writes of these is written all the
+    same: zeros.
+    """
+    local = _local_sizes(rule, strategy.choices, sizes)
+    sent = math.prod(size for choice, size in zip(strategy.choices, sizes, strict=True) if choice.kind == "exchange")
+    share = chosen_share(local["t"] * sent, local["k"], rule.sizes["e"])
+    weights = [number for number, spec in enumerate(call.operands) if spec.shape[:1] == (rule.sizes["e"],)]
+    own = [call.operands[number] for number in weights]
+    return (1.0 - share) * sum(_bytes_of(own, [strategy.operands[number] for number in weights], sizes))
 
 
 def _bytes_around(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:
@@ -159,6 +191,13 @@ def _attention_shape(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
     local = _local_sizes(rule, choices, sizes)
     rows = math.prod(size for name, size in local.items() if name in ("b", "h", "r", "s"))
     return rows, local.get("t", 1.0), local.get("d", 1.0), local.get("e", local.get("d", 1.0))
+
+
+def _few_rows(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:
+    """Local rows that read one key head, where queries are few; else 0."""
+    local = _local_sizes(rule, choices, sizes)
+    queries = local.get("s", 1.0)
+    return queries * local.get("r", 1.0) if queries <= FEW_QUERIES else 0.0
 
 
 def _attention_variant(call: OpCall) -> str:

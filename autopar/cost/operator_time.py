@@ -38,7 +38,7 @@ def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh
 
 def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], float]:
     """Seconds of the floating point operations of one call of the kernel."""
-    work = local_work(call, rule, strategy, mesh.sizes)
+    work = local_work(call, rule, strategy, mesh.sizes, in_place=mesh.hardware.graphs)
     return lambda flops: compute_time_s(work(flops), mesh.hardware, in_step=True)
 
 
@@ -61,4 +61,4 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
 def operator_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:
     """What an operator does on one rank; of a ring, all of its blocks."""
     split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.splits)
-    return local_work(call, rule, strategy, mesh.sizes)(rule.flops / math.prod(split))
+    return local_work(call, rule, strategy, mesh.sizes, in_place=mesh.hardware.graphs)(rule.flops / math.prod(split))

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from autopar.machine.curves import FEW_ROWS
 from autopar.machine.hardware import OP_CLASSES, Hardware, Link
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute"]
@@ -57,6 +58,9 @@ def collective_time_s(kind: CollectiveKind, num_bytes: float, n: int, link: Link
     tree:  launch + 2·⌈log2 n⌉·α + 2·b/β, for all-reduce where it is faster (small tensors in large groups);
     NVLS:  launch + α_nvls + b/β_nvls, for all-reduce over more than two where the switch can sum, where it is faster
            (NCCL offers NVLS to groups of three and more: src/transport/nvls.cc).
+    peers: one kernel in which every rank of a node reads the others' memory, in one shot or, after each has summed a
+           part, in two, where programs have it (`Link.by_peers`) and it is faster:
+           α_p + (n−1)·α_r + (n−1)·b/β_p,  or  2·α_p + (n−1)·α_r + 2·b·(n−1)/n/β_p.
     A ring gets the link's bandwidth; all-to-all and permute get a single device's wire. Where each pair of devices has
     its own wire, a ring gets at most n−1 of them, permute one. A kind that was measured has its own α and β for rings,
     and no other algorithm. Of an all-to-all that leaves a node, what goes to the n−m ranks in others takes the wire,
@@ -84,7 +88,18 @@ def collective_time_s(kind: CollectiveKind, num_bytes: float, n: int, link: Link
         taken = min(taken, launch_s + 2 * math.ceil(math.log2(n)) * alpha + 2 * num_bytes / ring)
         if link.nvls_bandwidth_bytes_per_s is not None and n > 2:
             taken = min(taken, launch_s + link.nvls_latency_s + num_bytes / link.nvls_bandwidth_bytes_per_s)
+        taken = min(taken, _by_peers_s(num_bytes, n, link))
     return taken
+
+
+def _by_peers_s(num_bytes: float, n: int, link: Link) -> float:
+    """Of an all-reduce in which ranks read each other's memory; inf where there is none."""
+    if not link.by_peers or link.peer_bandwidth_bytes_per_s is None:
+        return math.inf
+    others = (n - 1) * link.peer_rank_s
+    one_shot = link.peer_latency_s + (n - 1) * num_bytes / link.peer_bandwidth_bytes_per_s
+    two_shots = 2 * link.peer_latency_s + 2 * num_bytes * (n - 1) / n / link.peer_bandwidth_bytes_per_s
+    return others + min(one_shot, two_shots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,8 @@ class Work:
     dims: of a product (m, n, k, batch); of an attention (rows, seen keys, head size, whether all keys are seen), where
     rows are batch · heads · queries, and seen keys the average over queries; else nothing.
     variant: of an attention that kernels may not take: `softcap`, `dropout`, `bias`, `masked`; else "".
+    few_rows: of an attention of few queries, which kernels serve that cut the keys: the rows that read a key head;
+    else 0.
     around_bytes: read and written by kernels before, between and behind its products, which wait for each other.
     name: the operator's base name (`silu_backward`), for profiles that have its speed.
     """
@@ -107,6 +124,7 @@ class Work:
     name: str = ""
     variant: str = ""
     around_bytes: float = 0.0
+    few_rows: float = 0.0
 
 
 def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> float:
@@ -138,8 +156,11 @@ def _flops_time_s(work: Work, hardware: Hardware) -> float:
         attention = hardware.attention_curve(work.dtype, phase, work.variant)
         if attention is not None:
             rows, seen, head_size, sees_all = work.dims
+            flops = work.flops
+            if work.few_rows and attention.half_rows:  # all cores have keys; a tile is computed whole
+                rows, flops = math.inf, flops * max(1.0, FEW_ROWS / work.few_rows)
             fraction = attention.fraction(rows, seen, head_size, bool(sees_all))
-            return work.flops / (hardware.peak_flops_per_s(work.dtype) * fraction)
+            return flops / (hardware.peak_flops_per_s(work.dtype) * fraction)
     elif (rate := hardware.rates.get(work.name)) is not None:
         return work.flops / rate
     return work.flops / hardware.flops_per_s(work.dtype, work.op_class)

@@ -47,7 +47,9 @@ class Hardware:
     optimizer_passes: how often AdamW's update goes over the bytes of the parameters; optimizer_s_per_byte: measured
     seconds of it for a byte of parameters, instead; optimizer_s_per_tensor: what the host takes for each parameter of a
     step, where that is waited for.
-    launch_overhead_s: a kernel's floor; view_s: of an operator that moves nothing. Both as they are among others.
+    launch_overhead_s: a kernel's floor; graph_kernel_s: that of one in a CUDA graph; None: not known. graphs: whether
+    programs run as CUDA graphs, which write states in place (`in_graphs`). view_s: of an operator that moves nothing.
+    All as they are among others.
     collective_busy: the part of a collective's time in which it takes the device from what computes, so that nothing
     is hidden behind it.
     node, network: the links between devices of one node, and between nodes, there of one network card.
@@ -94,6 +96,26 @@ class Hardware:
     power_limit_w: float | None = None
     overlap_slowdown: float = 0.0
     expert_imbalance: float = 1.25
+    graph_kernel_s: float | None = None
+    graphs: bool = False
+
+    def in_graphs(self) -> Hardware:
+        """As a program runs that is a CUDA graph (`autopar.runtime.graphs`): kernels that nobody launches, states that
+        are written in place. Only on CUDA; elsewhere, and where that is so already, the profile as it is.
+        """
+        if self.device != "cuda" or self.graphs:
+            return self
+        return replace(self, graphs=True, launch_overhead_s=self.graph_kernel_s or self.launch_overhead_s)
+
+    def as_engine(self) -> Hardware:
+        """As serving engines (vLLM, TensorRT-LLM, SGLang) run a model: as CUDA graphs (`in_graphs`), with elementwise
+        operators fused, and with all-reduces in which ranks of a node read each other's memory (`Link.by_peers`).
+        autopar's own programs have these things on one device, or not at all: it is for asking what a mesh is worth
+        there.
+        """
+        node = replace(self.node, by_peers=self.node.peer_bandwidth_bytes_per_s is not None)
+        name = self.name if self.name.endswith(":engine") else f"{self.name}:engine"
+        return replace(self.in_graphs(), node=node, compiled=True, name=name)
 
     def with_experts(self, imbalance: float | None) -> Hardware:
         """The profile with another `expert_imbalance`; None: as it is. Raises AutoparError for less than 1."""

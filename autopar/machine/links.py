@@ -43,6 +43,9 @@ class Link:
     tensor bytes over seconds, and its latency. None: there is none.
     members, inside_bandwidth_bytes_per_s: of a group that leaves its node, how many of it a device has in its own node,
     itself among them, and at what speed it reaches these; of any other, 1.
+    peer_bandwidth_bytes_per_s, peer_latency_s, peer_rank_s: of all-reduces in one kernel whose ranks read each other's
+    memory: bytes a second that it reads, and the seconds of meeting once and of each other rank; by_peers: whether
+    programs have such kernels.
     measured: collectives that have numbers of their own; they replace all of the above for their kind.
     """
 
@@ -56,6 +59,10 @@ class Link:
     members: int = 1
     inside_bandwidth_bytes_per_s: float | None = None
     measured: tuple[Measured, ...] = ()
+    peer_bandwidth_bytes_per_s: float | None = None
+    peer_latency_s: float = 0.0
+    peer_rank_s: float = 0.0
+    by_peers: bool = False
 
     def __post_init__(self) -> None:
         # A plan's file holds the link of its pipeline as JSON, which knows neither tuples nor dataclasses.
@@ -64,7 +71,7 @@ class Link:
 
     def without_latency(self) -> Link:
         """Only volumes over bandwidths: one ring for every collective, no latency, as the literature counts bytes."""
-        return replace(self, latency_s=0.0, nvls_bandwidth_bytes_per_s=None, measured=())
+        return replace(self, latency_s=0.0, nvls_bandwidth_bytes_per_s=None, measured=(), by_peers=False)
 
     def of(self, kind: str) -> Measured | None:
         """The collective's own numbers, if it was measured."""
@@ -137,6 +144,9 @@ def parse_link(number: Any, section: str, fields: dict[str, Any], where: str) ->
         direct_bandwidth_bytes_per_s=direct,
         nvls_bandwidth_bytes_per_s=optional("nvls_bandwidth_bytes_per_s"),
         nvls_latency_s=optional("nvls_latency_s") or 0.0,
+        peer_bandwidth_bytes_per_s=optional("peer_bandwidth_bytes_per_s"),
+        peer_latency_s=optional("peer_latency_s") or 0.0,
+        peer_rank_s=optional("peer_rank_s") or 0.0,
         measured=tuple(
             Measured(each, number(section, each, "latency_s"), number(section, each, "bandwidth_bytes_per_s"))
             for each in COLLECTIVE_KINDS

@@ -61,6 +61,11 @@ class Mesh:
         """The mesh with `Hardware.with_experts`."""
         return self if imbalance is None else Mesh(self.axes, hardware=self.hardware.with_experts(imbalance))
 
+    def in_graphs(self) -> Mesh:
+        """The same on hardware that runs programs as CUDA graphs (`Hardware.in_graphs`)."""
+        hardware = self.hardware.in_graphs()
+        return self if hardware is self.hardware else Mesh(self.axes, hardware=hardware)
+
     @staticmethod
     def parse(text: str, hardware: str | Hardware = "h100") -> Mesh:
         """``dp=4,tp=2`` to a mesh. Raises AutoparError that shows the part it cannot read."""

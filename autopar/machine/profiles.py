@@ -167,6 +167,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         optimizer_passes=number("optimizer", "passes") if "passes" in optimizer else 20.0,
         optimizer_s_per_byte=number("optimizer", "seconds_per_byte") if "seconds_per_byte" in optimizer else None,
         optimizer_s_per_tensor=number("optimizer", "seconds_per_tensor") if "seconds_per_tensor" in optimizer else 0.0,
+        graph_kernel_s=number("launch", "graph_kernel_s") if "graph_kernel_s" in read.table("launch") else None,
         view_s=number("launch", "view_s") if "view_s" in read.table("launch") else 0.0,
         collective_busy=number("launch", "collective_busy") if "collective_busy" in read.table("launch") else 0.0,
         expert_imbalance=number("experts", "imbalance") if "imbalance" in read.table("experts") else 1.25,
@@ -175,7 +176,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
 
 def _matmul(read: _Reader, format_: str) -> MatmulCurve:
     fields = read.numbers("matmul", format_)
-    known = ("efficiency", "half_m", "half_n", "half_k", "half_area", "launch_s", "multiprocessors")
+    known = ("efficiency", "half_m", "half_n", "half_k", "half_area", "launch_s", "multiprocessors", "split_k")
     if unknown := [key for key in fields if key not in known]:
         raise AutoparError(
             f"A hardware profile has {', '.join(unknown)[:200]} in matmul.{format_[:60]}",
@@ -236,7 +237,8 @@ def load(name_or_path: str | Path | Hardware) -> Hardware:
     """A shipped profile by name (any case), or one from a TOML file.
 
     Other links than the profile's follow after a colon: ``h100:ethernet-25``, ``h100:8xinfiniband-200``,
-    ``h100:node=pcie5``. Raises AutoparError for an unknown name, and for a file that is damaged or lacks a number.
+    ``h100:node=pcie5``; ``h100:engine`` runs programs as serving engines do (`Hardware.as_engine`). Raises AutoparError
+    for an unknown name, and for a file that is damaged or lacks a number.
     """
     if isinstance(name_or_path, Hardware):
         return name_or_path
@@ -258,6 +260,8 @@ def _load(text: str, files: bool, most_links: int = 4) -> Hardware:
     base, colon, link = text.rpartition(":")
     if colon and base and link and most_links:
         found = _load(base, files, most_links - 1)
+        if link == "engine":
+            return found.as_engine()
         if link.startswith("node="):
             return found.with_links(node=link.removeprefix("node="))
         return found.with_links(network=link)

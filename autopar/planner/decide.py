@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface import experts
 from autopar.ir.program import MODES, Mode, Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.inputs import bind_inputs, to_dtype
@@ -52,6 +53,8 @@ def decide(
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
     mesh = mesh.with_experts(expert_imbalance)
+    if inference and mesh.num_devices == 1 and not experts.has_layers(model):  # experts wait for the device
+        mesh = mesh.in_graphs()
     asked = pipeline_of(strategy, mesh)
     asked = asked.read() if asked is not None else None
     if microbatches is not None and microbatches < 1:

@@ -68,6 +68,8 @@ class HardwareRow(TypedDict):
     power_limit_w: NotRequired[float | None]
     overlap_slowdown: NotRequired[float]
     expert_imbalance: NotRequired[float]
+    graph_kernel_s: NotRequired[float | None]
+    graphs: NotRequired[bool]
 
 
 class TensorRow(TypedDict):
