@@ -232,6 +232,9 @@ def _link(machine: Machine, found: Measurements, section: str, base: Link, launc
             "direct_bandwidth_bytes_per_s": base.direct_bandwidth_bytes_per_s,  # efficiency is in it
             "nvls_bandwidth_bytes_per_s": base.nvls_bandwidth_bytes_per_s,
             "nvls_latency_s": base.nvls_latency_s or None,
+            "peer_bandwidth_bytes_per_s": base.peer_bandwidth_bytes_per_s,
+            "peer_latency_s": base.peer_latency_s or None,
+            "peer_rank_s": base.peer_rank_s or None,
         }
         return {key: value for key, value in fields.items() if value is not None and value != ""}
     by_kind = {
