@@ -124,7 +124,7 @@ class Families:
         if program is None:
             return None
         if family not in self.splits:
-            self.splits[family] = frozenset(_splits(program))
+            self.splits[family] = frozenset(splits_of(program))
         for size, axes, stripes in self.splits[family]:
             if size % (stripes * math.prod(mesh.sizes[axis] for axis in axes)):
                 return None
@@ -154,7 +154,9 @@ Split = tuple[int, tuple[int, ...], int]
 """A dim that axes split: its size, the axes, and stripes."""
 
 
-def _splits(program: Program) -> Iterator[Split]:
+def splits_of(program: Program) -> Iterator[Split]:
+    """Every dim of a placed program that axes split: of operators, values and parameters."""
+
     def of(shape: Sequence[int], sharding: Sharding) -> Iterator[Split]:
         split = [(axis, each) for axis, each in enumerate(sharding) if isinstance(each, Shard)]
         for dim in {each.dim for _, each in split}:
