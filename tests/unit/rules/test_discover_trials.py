@@ -91,6 +91,23 @@ def test_a_sum_that_skips_gaps_is_not_linear() -> None:
     assert text_of(aten.nansum.default, numbers(4, 6), [1]) == "d0 d1 -> d0 | d1 sum"
 
 
+@pytest.mark.parametrize("name", ["hardshrink_backward", "softshrink_backward"])
+def test_gaps_at_the_end_of_a_vector_tell_nothing(name: str) -> None:
+    """Breaks if pieces have to agree where torch itself makes something else of the last numbers of a tensor."""
+    assert text_of(getattr(aten, name).default, numbers(8, 6), numbers(8, 6), 0.5) == "d0 d1, d0 d1 -> d0 d1 | linear 0"
+
+
+def test_what_wants_its_operands_in_one_piece_is_still_tried_with_gaps() -> None:
+    """Breaks if a trial is lost where an operator does not take operands that lie apart."""
+
+    def filled(x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            raise RuntimeError("x must be contiguous")
+        return x.nan_to_num(0.0).sum(1)
+
+    assert text_of(define("filled", filled), numbers(4, 6)) == "d0 d1 -> d0 | d1 sum"
+
+
 def test_what_only_gaps_tell_is_nothing() -> None:
     """Breaks if a rule rests on numbers that are none alone: of others, none is the least of a segment by chance."""
     empty = torch.empty(5, dtype=torch.float64, device="meta")
