@@ -1,7 +1,8 @@
 """The way through: the ordered list of passes, and what happens between them.
 
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ name_values
-                 ─ rematerialize ─ spread_heads ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit
+                 ─ rematerialize ─ spread_heads ─ split_keys
+                 ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit
                  ─► Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
@@ -42,6 +43,7 @@ from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
 from autopar.passes.separate import separate
+from autopar.passes.split_keys import split_keys
 from autopar.passes.split_stages import expected_share, split_stages
 from autopar.passes.spread_heads import spread_heads
 from autopar.strategies.axis import AxisStrategy
@@ -91,6 +93,7 @@ RECOMPUTE: tuple[Pass, ...] = (
         "spread_heads",
         lambda program, request: spread_heads(program, ranks=request.prepared.heads, moves=request.prepared.moves),
     ),
+    Pass("split_keys", lambda program, request: split_keys(program, pieces=request.prepared.pieces)),
 )
 """What the backward computes again, and what attention reads: once for each mode of recomputation."""
 

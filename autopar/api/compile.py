@@ -21,7 +21,15 @@ from autopar.api.additions import Additions, shapes
 from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
 from autopar.api.following import Following, numbers_of
-from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned
+from autopar.api.generation import (
+    Generation,
+    GenerationPlan,
+    made_cache,
+    may_choose,
+    phase_inputs,
+    planned,
+    ways_for,
+)
 from autopar.api.lengths import Padding
 from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
@@ -31,7 +39,7 @@ from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import packing
-from autopar.base.huggingface.caches import check_cache, new_cache, states_among
+from autopar.base.huggingface.caches import check_cache, states_among
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
 from autopar.passes.emptied import has_values_of, meta_clone
@@ -160,24 +168,10 @@ def compile_model(
     planner.model = compiled
     engine: Any = compiled.autopar
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
-    engine.cache_maker = partial(_new_cache, planner.blueprint, generate)
+    engine.cache_maker = partial(made_cache, planner.blueprint, generate, planner.ways)
     engine.prefill_chunk = None if generate is None else generate.chunk
     planner.attach()
     return compiled
-
-
-def _new_cache(
-    blueprint: nn.Module,
-    planned: Generation | None,
-    batch: int,
-    length: int,
-    device: torch.device,
-    encoded: Tensor | None,
-) -> Any:
-    """See `caches.new_cache`; of the length that was planned, where that is more."""
-    if planned is not None:
-        length = max(length, planned.positions(behind_encoder=encoded is not None))
-    return new_cache(blueprint, batch, length, device, encoded)
 
 
 MOST_VALUES = 16
@@ -201,6 +195,7 @@ class _Planner:
         self.compile_regions = compile_regions
         self.loss = None if loss is None else Watched(loss)
         self.blueprint, self.mesh, self.options, self.given, self.program = blueprint, mesh, options, plan, program
+        self.ways = ways_for(plan, options["strategy"], mesh)
         self.model: Any = None
         self.first: Plan | None = None
         self.latest: Plan | None = None
@@ -333,7 +328,7 @@ class _Planner:
     @torch.no_grad()
     def prepare_generation(self, generation: Generation) -> None:
         """Plan `generate()` of these sizes: the executables of both phases."""
-        inputs = phase_inputs(self.blueprint, generation)
+        inputs = phase_inputs(self.blueprint, generation, self.ways)
         pins = self.options["constraints"] if self.first is None else pins_of(self.first.interface)
 
         strategy = self.options["strategy"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar import pipeline
 from autopar.api.again import same_stages, unused_as_stored
@@ -40,7 +40,8 @@ from autopar.base.huggingface.generation import (
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.decide import decide
-from autopar.planner.generation import Generation
+from autopar.planner.generation import Generation, ways_of, whole_pieces
+from autopar.strategies.context import ways_of_cache
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
 from autopar.views.generation import phases_text
@@ -51,8 +52,9 @@ if TYPE_CHECKING:
 PHASES = ("prefill", "decode")
 
 
-def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str, Any]]:
-    """What `generate()` hands to forward in each phase, by its name. model: may be on meta.
+def phase_inputs(model: nn.Module, generation: Generation, ways: int = 1) -> dict[str, dict[str, Any]]:
+    """What `generate()` hands to forward in each phase, by its name. model: may be on meta. ways: in how many pieces
+    the length of the cache is cut.
 
     Raises:
         AutoparError: a model without `generate()`, or whose layers keep what is no state yet.
@@ -68,7 +70,7 @@ def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str
         name, cache = caches.of_call(given)
         return outputs(logits, caches.advanced(cache, caches.num_new(given)), name)
 
-    length = generation.positions(behind_encoder=has_encoder(model))
+    length = generation.positions(behind_encoder=has_encoder(model), ways=ways)
     short = driven(
         model, generation.one_chunk().prompts(2), 2, answer,
         lambda _, rows, __, encoded: caches.new_cache(model, rows, length, torch.device("cpu"), encoded),
@@ -76,6 +78,30 @@ def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str
     )  # fmt: skip
     assert short.shape[0] == generation.batch
     return dict(zip(PHASES, found, strict=False))
+
+
+def ways_for(plan: Plan | None, strategy: Strategy, mesh: Mesh) -> int:
+    """In how many pieces the length of a cache is cut, or may be. plan: that decides, where one was handed in.
+
+    Raises:
+        AutoparError: a strategy that the mesh cannot have.
+    """
+    return ways_of(strategy, mesh) if plan is None else ways_of_cache(plan.strategies, plan.stage_mesh)
+
+
+def made_cache(
+    blueprint: nn.Module,
+    planned: Generation | None,
+    ways: int,
+    batch: int,
+    length: int,
+    device: torch.device,
+    encoded: Tensor | None,
+) -> Any:
+    """See `caches.new_cache`; of the length that was planned, where that is more, and of so many equal pieces."""
+    if planned is not None:
+        length = max(length, planned.positions(behind_encoder=encoded is not None))
+    return caches.new_cache(blueprint, batch, whole_pieces(length, ways), device, encoded)
 
 
 def plan_generation(
@@ -125,7 +151,8 @@ def planned(
     options: of `autopar.plan`. pins: what the user asked for. is_open: whether costs decide where parameters and caches
     lie, so that it counts which phase goes first.
     """
-    inputs = phase_inputs(model, generation)
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=options.get("hardware"))
+    inputs = phase_inputs(model, generation, ways_of(options["strategy"], mesh))
     captured: dict[str, dict[object, Program]] = {name: {} for name in PHASES}
 
     def make(phase: str, pins: Sequence[Pin], strategy: Strategy) -> Plan:

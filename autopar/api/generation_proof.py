@@ -29,6 +29,7 @@ from autopar.passes.emit import interface_of
 from autopar.planner.generation import Generation
 from autopar.planner.plan.record import PlanRecord
 from autopar.runtime.simulate import simulate
+from autopar.strategies.context import ways_of_cache
 from autopar.strategies.pipelining.spec import AXIS
 
 MOST_TOKENS = 16
@@ -55,10 +56,11 @@ def verify_generation(
     fits_here(decode)
     assert decode.model is not None
     count = min(wanted.new_tokens, MOST_TOKENS) if tokens is None else tokens
-    length = wanted.positions(behind_encoder=has_encoder(decode.model))
-    wanted = wanted.in_whole_chunks()
     stages = dict(decode.mesh.axes).get(AXIS, 1)
     mesh, scaled = scaled_mesh(decode.mesh, {AXIS: min(2, stages)})
+    ways = ways_of_cache(decode.strategies, mesh.without(AXIS) if AXIS in mesh.axis_names else mesh)
+    length = wanted.positions(behind_encoder=has_encoder(decode.model), ways=ways)
+    wanted = wanted.in_whole_chunks()
     model, _ = small_model(decode.model, {}, dtype, seed)
     words = vocabulary(model)
     generator = torch.Generator().manual_seed(seed)

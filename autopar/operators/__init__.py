@@ -26,6 +26,10 @@ label's logit are terms over the vocabulary's axis, and `cross_entropy` makes lo
 logits. What else a loss does along classes (softmax, its logarithm, log-sum-exp, a label's) is made of such pieces too,
 where classes are rows of a matrix of parameters outside of the repeated blocks (`classes.py`).
 
+**A cache in pieces along its length** is read by four operators (`pieces.py`): attention to each piece, with its
+log-sum-exp, the largest of these, the sum of what is weighed by it, and their ratio. The second is a maximum over the
+axis, the third a sum of as many numbers as attention gives; no rank holds keys of others.
+
 **Batch norm is made of sums per channel** (`normalization.py`), so a split batch costs two small all-reduces a layer
 forward and one backward, and its statistics are those of the whole batch on every mesh, running ones too.
 """
@@ -70,6 +74,7 @@ from autopar.operators.normalization import (
     channel_sum,
     moving_average,
 )
+from autopar.operators.pieces import attention_pieces, pieces_merged, pieces_top, pieces_total, write_piece
 from autopar.operators.positional import dropout, positions, resize
 from autopar.operators.random_autograd import AUTOGRAD as RANDOM
 from autopar.operators.random_numbers import random
@@ -78,11 +83,12 @@ from autopar.operators.scaled_dot_product import merge_attention
 
 __all__ = [
     "AUTOGRAD", "DECOMPOSITIONS", "OVER_CLASSES", "RANDOM", "AttentionOptions", "FusedLinear", "attention",
-    "attention_backward", "attention_backward_bias", "batch_norm", "batch_norm_grad_input", "batch_norm_grad_sums",
-    "centred_squares", "channel_sum", "cross_entropy", "cross_entropy_grad", "ctc_loss", "ctc_loss_grad", "dropout",
-    "embedding", "embedding_grad", "experts", "experts_grad", "experts_grad_bias", "linear", "linear_grad_input",
-    "linear_grad_weight", "log_softmax", "log_softmax_grad", "lstm", "lstm_grad", "matmul", "merge_attention",
-    "moving_average", "part", "positions", "put_label", "random", "repeat_heads", "repeat_heads_grad", "resize",
-    "rms_norm", "rms_norm_backward", "rnn", "rnn_grad", "rotary", "rotary_backward", "softmax", "softmax_grad",
-    "starts", "sum_exp", "take_label", "trace_coupled_product", "tracing_seed", "whole",
+    "attention_backward", "attention_backward_bias", "attention_pieces", "batch_norm", "batch_norm_grad_input",
+    "batch_norm_grad_sums", "centred_squares", "channel_sum", "cross_entropy", "cross_entropy_grad", "ctc_loss",
+    "ctc_loss_grad", "dropout", "embedding", "embedding_grad", "experts", "experts_grad", "experts_grad_bias", "linear",
+    "linear_grad_input", "linear_grad_weight", "log_softmax", "log_softmax_grad", "lstm", "lstm_grad", "matmul",
+    "merge_attention", "moving_average", "part", "pieces_merged", "pieces_top", "pieces_total", "positions",
+    "put_label", "random", "repeat_heads", "repeat_heads_grad", "resize", "rms_norm", "rms_norm_backward", "rnn",
+    "rnn_grad", "rotary", "rotary_backward", "softmax", "softmax_grad", "starts", "sum_exp", "take_label",
+    "trace_coupled_product", "tracing_seed", "whole", "write_piece",
 ]  # fmt: skip

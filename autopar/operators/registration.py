@@ -29,6 +29,15 @@ from autopar.operators.classes import log_softmax, log_softmax_grad, put_label, 
 from autopar.operators.ctc import ctc_loss, ctc_loss_grad
 from autopar.operators.experts import experts, experts_grad, experts_grad_bias
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
+from autopar.operators.pieces import (
+    attention_pieces,
+    fake_attention_pieces,
+    fake_pieces_merged,
+    pieces_merged,
+    pieces_top,
+    pieces_total,
+    write_piece,
+)
 from autopar.operators.positional import dropout
 from autopar.operators.random_numbers import random
 from autopar.operators.recurrent import lstm, lstm_grad, rnn, rnn_grad
@@ -212,6 +221,24 @@ _register(
     f"attention_backward_bias{_BACKWARD} -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     attention_backward_bias,
     lambda g, q, k, v, bias, *_, **__: (*_fake_attention_backward(g, q, k, v), bias.new_empty(bias.shape)),
+)
+_register(
+    "attention_pieces(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, *, int count, int start=0, "
+    f"{_OPTIONS}) -> Tensor",
+    attention_pieces,
+    fake_attention_pieces,
+)
+_register("pieces_top(Tensor packed) -> Tensor", pieces_top, lambda packed: packed.new_empty(packed.shape[1:-1]))
+_register(
+    "pieces_total(Tensor packed, Tensor top) -> Tensor",
+    pieces_total,
+    lambda packed, top: packed.new_empty(packed.shape[1:]),
+)
+_register("pieces_merged(Tensor total, Tensor top, Tensor? sinks=None) -> Tensor", pieces_merged, fake_pieces_merged)
+_register(
+    "write_piece(Tensor x, int dim, Tensor at, Tensor source, int start=0) -> Tensor",
+    write_piece,
+    lambda x, dim, at, source, start=0: torch.empty_like(x),
 )
 _register(
     "repeat_heads(Tensor x, int group, int count, int first=0) -> Tensor",

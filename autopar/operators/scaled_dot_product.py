@@ -96,7 +96,7 @@ def attention(
         out, lse = attention_math(q, k, v, bias, keys, seed, said)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
-    return _heads_inside(out), lse.contiguous()
+    return heads_inside(out), lse.contiguous()
 
 
 def attention_backward(
@@ -282,9 +282,9 @@ def _sum_heads(x: Tensor, num_heads: int) -> Tensor:
 def _laid_out(dq: Tensor, dk: Tensor, dv: Tensor, heads: KeyHeads, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients to all heads of q, k and v, from those to the heads that are read, dk and dv also one a reader."""
     dk, dv = (heads.put(_sum_heads(x, num_kv_heads)) for x in (dk, dv))
-    return _heads_inside(dq), _heads_inside(dk), _heads_inside(dv)
+    return heads_inside(dq), heads_inside(dk), heads_inside(dv)
 
 
-def _heads_inside(x: Tensor) -> Tensor:
+def heads_inside(x: Tensor) -> Tensor:
     """[B, H, S, D] laid out as [B, S, H, D], so that joining the heads afterwards moves no memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -11,12 +11,14 @@ from torch import nn
 from autopar import pipeline
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts
+from autopar.base.huggingface.caches import states_among
 from autopar.ir.program import MODES, Mode, Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.inputs import bind_inputs, to_dtype
 from autopar.planner.microbatches import best_microbatches, check_microbatches
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.planning import best_plan
+from autopar.strategies.context import of_cache
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
 from autopar.strategies.request import Attempt, Progress
@@ -59,11 +61,12 @@ def decide(
     asked = asked.read() if asked is not None else None
     if microbatches is not None and microbatches < 1:
         raise AutoparError(f"{microbatches} microbatches", remedy="use 1 or more")
+    inputs, strategies = bind_inputs(model, (), example_inputs), resolve(strategy, mesh)
     request = Attempt(
         model,
-        bind_inputs(model, (), example_inputs),
+        inputs,
         mesh if asked is None else mesh.without(AXIS),
-        resolve(strategy, mesh),
+        of_cache(strategies) if inference and states_among(inputs) else strategies,
         tuple(constraints),
         float(mesh.hardware.memory_bytes) if memory_limit is None else float(memory_limit),
         to_dtype(precision),

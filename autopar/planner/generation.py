@@ -8,6 +8,25 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.machine.mesh import Mesh
+from autopar.strategies.context import ways_of_cache
+from autopar.strategies.names import Strategy, pipeline_of, resolve
+from autopar.strategies.pipelining.spec import AXIS
+
+
+def ways_of(strategy: Strategy, mesh: Mesh) -> int:
+    """In how many pieces a strategy cuts the length of a cache, or may.
+
+    Raises:
+        AutoparError: a strategy that the mesh cannot have.
+    """
+    stage = mesh if pipeline_of(strategy, mesh) is None else mesh.without(AXIS)
+    return ways_of_cache(resolve(strategy, mesh), stage)
+
+
+def whole_pieces(length: int, ways: int) -> int:
+    """The least length of a cache from `length` on that is so many equal pieces."""
+    return -(-length // ways) * ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +78,12 @@ class Generation:
         """The same with a prompt of one call."""
         return replace(self, prompt=min(self.chunk or self.prompt, self.prompt))
 
-    def positions(self, *, behind_encoder: bool) -> int:
-        """Of the cache: the last token is not read any more. An encoder has the prompt, its decoder a first token."""
-        return (1 if behind_encoder else self.prompt) + self.new_tokens - 1
+    def positions(self, *, behind_encoder: bool, ways: int = 1) -> int:
+        """Of the cache: the last token is not read any more. An encoder has the prompt, its decoder a first token.
+
+        ways: in how many pieces its length is cut, of which it is then a multiple.
+        """
+        return whole_pieces((1 if behind_encoder else self.prompt) + self.new_tokens - 1, ways)
 
     def prompts(self, tokens: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """A batch of random prompts, of a vocabulary of so many."""

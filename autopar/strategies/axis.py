@@ -32,7 +32,8 @@ class AxisStrategy:
     the first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when
     the backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
     grid: two axes of this strategy split different dims of a matrix. attention: what the axis does to attention:
-    `heads`, `queries` (keys whole), `ring` (both in pieces, the keys travel) or whatever is cheapest (`free`);
+    `heads`, `queries` (keys whole), `ring` (both in pieces, the keys travel), `keys` (those of a cache, its length in
+    pieces; what each gives is merged) or whatever is cheapest (`free`);
     around_attention: what its operands and results may use where `inside_blocks` would not let them. sequence: the axis
     splits sequences, also of rows that join batch and sequence, whose batch earlier axes have cut. zigzag: so, and
     zigzag where that serves an operator. experts: of mixtures, each rank has some `whole`, or some to which tokens that
@@ -54,7 +55,7 @@ class AxisStrategy:
     reduces: Literal["at_once", "at_end"] = "at_once"
     hidden: Literal["free", "split"] = "free"
     grid: bool = False
-    attention: Literal["free", "heads", "queries", "ring"] = "free"
+    attention: Literal["free", "heads", "queries", "ring", "keys"] = "free"
     around_attention: frozenset[str] = frozenset()
     sequence: bool = False
     zigzag: bool = False

@@ -6,6 +6,10 @@ Outside attention every operator works on its part of the sequence, so nothing i
     allgather_kv   by queries: keys and values are gathered, their gradients scattered
     ring           by both: keys and values travel from rank to rank while each rank works on those it has
 
+In generation a token is one position, and what is long is the cache:
+
+    split_kv       by keys: each rank keeps a piece of the cache's length, attends to it, and what all give is merged
+
 Parameters lie on these axes as memory and time want them: whole, or in pieces that are gathered for use; gradients are
 summed over the axis as under `ddp`.
 """
@@ -20,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
-from autopar.strategies.axis import ANY_COLLECTIVE, AxisStrategy
+from autopar.strategies.axis import ANY_COLLECTIVE, AUTO, AxisStrategy
 
 ULYSSES = AxisStrategy(
     "ulysses",
@@ -57,7 +61,18 @@ RING = replace(
     zigzag=True,
     around_attention=frozenset({"slice"}),
 )
-CONTEXT = (ULYSSES, ALLGATHER_KV, RING)
+SPLIT_KV = AxisStrategy(
+    "split_kv",
+    "keys and values of a cache, along its length",
+    "each token and layer: a maximum and a sum, or a gather, of what attention to each piece gives",
+    "Dao et al., Flash-Decoding, 2023; Bhatia et al., Helix Parallelism, 2507.07120 (KV parallelism)",
+    inputs="replicate",
+    parameters=frozenset({"replicate", "gather", "keep"}),
+    inside_blocks=frozenset({"slice"}),
+    attention="keys",
+    around_attention=frozenset({"slice", "all_reduce", "all_gather"}),
+)
+CONTEXT = (ULYSSES, ALLGATHER_KV, RING, SPLIT_KV)
 USP_ROW = (
     "cp0=ring,cp1=ulysses",
     "the sequence over both; inside attention the heads over the second, a ring over the first",
@@ -76,8 +91,23 @@ def is_context_axis(axis: str) -> bool:
 
 
 def splits_sequence(strategy: AxisStrategy) -> bool:
-    """Whether a strategy is context parallelism."""
-    return strategy.attention != "free"
+    """Whether a strategy splits the sequence of a batch."""
+    return strategy.attention not in ("free", "keys")
+
+
+def of_cache(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
+    """What strategies are for a program with a cache: those that split the sequence of a batch split its length."""
+    return tuple(SPLIT_KV if splits_sequence(each) else each for each in strategies)
+
+
+def ways_of_cache(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
+    """In how many pieces strategies cut the length of a cache, or may: its length is a multiple of that. An axis that
+    is `auto` counts where it is for the sequence by its name.
+    """
+    named = zip(mesh.axes, of_cache(strategies), strict=True)
+    return math.prod(
+        size for (axis, size), each in named if each.attention == "keys" or (each is AUTO and is_context_axis(axis))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +117,8 @@ class Spread:
     heads: how many ranks share the heads of attention, where some share them on its account alone; else 1. moves:
     whether attention's operands are moved for its sake. sequence: axes that split the sequence; zigzag: those that may
     deal it zigzag. parts: axes that take heads of those that later axes leave, and in how many parts these cut them.
-    padded: whether vocabularies have rows added for the last axis that may split them.
+    padded: whether vocabularies have rows added for the last axis that may split them. pieces: in how
+    many the length of a cache is cut.
     """
 
     heads: int = 1
@@ -96,6 +127,7 @@ class Spread:
     zigzag: tuple[str, ...] = ()
     parts: tuple[tuple[str, int], ...] = ()
     padded: bool = True
+    pieces: int = 1
 
     @staticmethod
     def of(strategies: Sequence[AxisStrategy], mesh: Mesh) -> Spread:
@@ -114,6 +146,7 @@ class Spread:
             tuple(axis for axis, _, each in named if each.sequence),
             tuple(axis for axis, _, each in named if each.zigzag),
             tuple((axis, count) for axis, count in behind.items() if count > 1),
+            pieces=math.prod(size for _, size, each in named if each.attention == "keys"),
         )
 
 

@@ -32,6 +32,8 @@ STRATEGIES: Mapping[str, tuple[dict[str, int], Any]] = {
     **{name: ({"x": 2}, name) for name in ("tensor", "ddp", "zero3", "auto")},
     "pipeline": ({"pp": 2}, "pipeline"),
     "tensor×pipeline": ({"pp": 2, "tp": 2}, {"pp": "pipeline", "tp": "tensor"}),
+    "split_kv": ({"cp": 2}, "split_kv"),
+    "tensor×split_kv": ({"cp": 2, "tp": 2}, {"cp": "split_kv", "tp": "tensor"}),
 }
 """Column -> mesh, and what is asked for."""
 TABLE = Path(__file__).with_name("generations.toml")
@@ -97,7 +99,7 @@ def page(rows: Sequence[Row]) -> str:
     head = (
         f"# generate(): plans proven\n\n{pages.machine()}. {right} of {len(rows)} cells of {len(names)} models are "
         f"right to 1e-9, {wrong} are wrong. Batch {WANTED.batch}, prompt {WANTED.prompt}, {WANTED.new_tokens} new "
-        "tokens, two simulated ranks (tensor×pipeline: four), float64; a cell's number is the largest relative error "
+        "tokens, two simulated ranks (products of two: four), float64; a cell's number is the largest relative error "
         f"of a logit. Plan and proof took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median "
         f"{seconds[len(seconds) // 2]:.0f}.\n\n"
     )

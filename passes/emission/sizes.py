@@ -7,6 +7,7 @@ one factor. Sizes are those on a rank; where a value has another, the text says 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,10 +158,11 @@ class _Names:
                 self._call(("", port.name, 0), (("B", port.type.shape[0]),))
 
     def _attention(self, region: Region, node: fx.Node) -> None:
-        is_forward = str(node.target) == "autopar.attention.default"
+        is_forward = "backward" not in str(node.target)
         operands = operands_of(node)[: 3 if is_forward else 4]
         q = operands[-3]
-        picks = [user for user in node.users if user.args[1] in ((0,) if is_forward else (0, 1, 2))]
+        picked = (0,) if is_forward else (0, 1, 2)
+        picks = [user for user in node.users if user.target is operator.getitem and user.args[1] in picked]
         for value in [*operands, *picks]:
             shape = value.meta["val"].shape
             of_keys = shape[1] != q.meta["val"].shape[1]

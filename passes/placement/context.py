@@ -14,6 +14,7 @@ from autopar.ir.graphs import is_attention, operands_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.machine.mesh import Mesh
+from autopar.passes.placement.pieces import factor_of_pieces, is_of_pieces, require_pieces
 from autopar.strategies.axis import AxisStrategy
 
 
@@ -21,7 +22,9 @@ def values_of_attention(region: Region) -> frozenset[str]:
     """Names of the nodes whose values attention reads or gives, through views too."""
     near: set[fx.Node] = set()
     for node in region.graph.nodes:
-        if is_attention(node):
+        if is_of_pieces(node):
+            near.add(node)
+        elif is_attention(node):
             near |= {node, *operands_of(node)}
         elif hands_on(region, node) and any(source in near and _given(region, source) for source in operands_of(node)):
             near.add(node)
@@ -45,15 +48,16 @@ def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], m
     Raises:
         AutoparError: none does: heads, or a sequence, that an axis does not divide.
     """
-    if not is_attention(node):
+    in_pieces = factor_of_pieces(node) is not None
+    if not is_attention(node) and not in_pieces:
         return None
     asked = [
         (axis, each.attention)
         for axis, each in enumerate(strategies)
-        if each.attention != "free" and mesh.sizes[axis] > 1
+        if mesh.sizes[axis] > 1 and each.attention != "free" and (each.attention == "keys") == in_pieces
     ]
     options = region.options[node.name].strategies
-    if not asked or not region.module:
+    if not asked or not (region.module or in_pieces):
         kept = [i for i, option in enumerate(options) if not _is_unasked_ring(option, strategies)]
         return kept if len(kept) < len(options) else None
     kept = []
@@ -61,7 +65,8 @@ def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], m
         kept = [
             i
             for i, option in enumerate(options)
-            if all(_does(option, *each) for each in asked[: number + 1]) and not _is_unasked_ring(option, strategies)
+            if all(_does(node, option, *each) for each in asked[: number + 1])
+            and not _is_unasked_ring(option, strategies)
         ]
         if not kept:
             raise _cannot(region, node, strategies[axis], axis, mesh)
@@ -76,8 +81,10 @@ def _is_unasked_ring(option: NodeStrategy, strategies: Sequence[AxisStrategy]) -
     return strategy.attention != "ring" and not (strategy.attention == "free" and strategy.leaves_storage)
 
 
-def _does(option: NodeStrategy, axis: int, asked: str) -> bool:
+def _does(node: fx.Node, option: NodeStrategy, axis: int, asked: str) -> bool:
     choice = option.choices[axis]
+    if asked == "keys":
+        return choice.kind == "factor" and choice.factor == factor_of_pieces(node)
     if asked == "ring":
         return choice.kind == "ring"
     return choice.kind == "factor" and choice.factor == ("h" if asked == "heads" else "s")
@@ -87,6 +94,13 @@ def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, me
     _, rule = region.ops[node.name]
     name, size, sizes = mesh.axis_names[axis], mesh.sizes[axis], rule.sizes
     origin = region.origins.get(node.name, "") or region.module
+    if strategy.attention == "keys":
+        return AutoparError(
+            f"the length of a cache cannot split over {name}={size}",
+            where=origin,
+            values=f"its rule: {rule}; {_others(mesh, axis)}",
+            remedy=f"use a smaller {name}, or max_cache_len= with a multiple of the ranks that share it",
+        )
     if strategy.attention == "heads":
         heads = math.prod(sizes[factor] for factor in ("h", "r") if factor in sizes)
         fits = math.gcd(heads, size)
@@ -122,10 +136,12 @@ def require_attention(program: Program, strategies: Sequence[AxisStrategy], mesh
     """Whether strategies that say what attention does find any.
 
     Raises:
-        AutoparError: no repeated block has attention that was recognized; with what was found instead.
+        AutoparError: no repeated block has attention that was recognized; with what was found instead. Or, of
+            strategies that split caches, there is none.
     """
+    require_pieces(program, strategies, mesh)
     named = zip(strategies, mesh.sizes, strict=True)
-    asked = [each.name for each, size in named if each.attention != "free" and size > 1]
+    asked = [each.name for each, size in named if each.attention not in ("free", "keys") and size > 1]
     nodes = (node for region in program.regions if region.module for node in region.graph.nodes)
     if not asked or any(map(is_attention, nodes)):
         return

@@ -187,7 +187,8 @@ def _redistributions(
     inside = [s.collectives if s.inside_blocks is None else s.inside_blocks for s in strategies]
     # What is gathered is the parameter's own choice, which counts the memory of it.
     slots = [s.collectives if s.grid else frozenset({"slice"}) for s in strategies]
-    latency = any(strategy.leaves_storage for strategy in strategies)
+    # Of one token the bytes are nothing beside it: one gather may be worth more than a maximum and a sum.
+    latency = any(each.leaves_storage or each.attention == "keys" for each in strategies)
     around = [own | s.around_attention for own, s in zip(inside, strategies, strict=True)]
     return (
         Redistribution(mesh, everywhere, latency),

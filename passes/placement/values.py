@@ -16,6 +16,7 @@ from autopar.ir.values import ValueRef
 from autopar.passes.placement.context import longer
 from autopar.passes.placement.layouts import layouts_of
 from autopar.passes.placement.parts import Parts
+from autopar.passes.placement.pieces import lengths_in_pieces
 from autopar.solver.problem import Usage
 from autopar.strategies.context import splits_sequence
 
@@ -25,6 +26,7 @@ class ValueClasses(Parts):
 
     def _add_classes(self) -> None:
         states = self.program.states
+        in_pieces = lengths_in_pieces(self.program, self.known)
         for root, members in sorted(self.known.members.items()):
             ports = [key for key in members if key[0] in ("in", "out", "gin", "gout")]
             if not ports:
@@ -32,6 +34,8 @@ class ValueClasses(Parts):
             type_ = self._port_type(ports[0])[1]
             layouts = layouts_of(type_, self.sizes, self._stripes(ports), zigzags=self._zigzags(ports))
             layouts = self._allowed_layouts(members, type_, layouts, states)
+            if root in in_pieces:
+                layouts = self._along_the_cache(in_pieces[root], layouts)
             usages = self._class_usages(ports, type_, layouts)
             name = f"value:{':'.join(map(str, root))}"
             index = self._node(name, [0.0] * len(layouts), usages, self._describe_class(members, type_))
@@ -112,6 +116,13 @@ class ValueClasses(Parts):
             values=f"no dim between the batch and the last of {type_} is a multiple of {size}",
             remedy=self._shorter_remedy(type_, axis),
         )
+
+    def _along_the_cache(self, dim: int, layouts: list[Sharding]) -> list[Sharding]:
+        """Layouts of a cache in pieces along its length, on the axes that share it. Pins may say otherwise, and are
+        told so by what reads it.
+        """
+        axes = [axis for axis, each in enumerate(self.strategies) if each.attention == "keys" and self.sizes[axis] > 1]
+        return [each for each in layouts if all(each[axis] == Shard(dim) for axis in axes)] or layouts
 
     def _along_the_batch(self, name: str, type_: TensorType, layouts: list[Sharding], axis: int) -> list[Sharding]:
         """Layouts of an input that split its rows. One whose first dim is something else (position ids of three kinds,

@@ -24,6 +24,8 @@ _COUNTED: Mapping[str, Callable[[OpCall], tuple[int | None, int]]] = {
     "autopar.take_label": lambda call: (0, call.operands[0].ndim - 1),
     "autopar.put_label": lambda call: (-1, call.operands[0].ndim),
     "autopar.cross_entropy_grad": lambda call: (1, call.operands[1].ndim - 1),
+    "autopar.attention_pieces": lambda call: (1, 2),
+    "autopar.write_piece": lambda call: (0, call.arg("dim")),
     "autopar.whole": lambda call: (0, call.arg("dim")),
     "autopar.moving_average": lambda call: (1, 0),
 }
@@ -32,7 +34,7 @@ result; None: of none), and of which of its dims.
 """
 _DRAWN = frozenset({"autopar.dropout", "autopar.random"})
 """Operators that draw by place: their argument `positions` says where the elements of operand 0 lie."""
-_LARGEST = frozenset({"aten.amax", "aten.max"})
+_LARGEST = frozenset({"aten.amax", "aten.max", "autopar.pieces_top"})
 """Operators whose terms combine to their maximum; those of all others to their sum."""
 
 

@@ -27,24 +27,26 @@ def _group(call: OpCall, heads: str) -> tuple[str, dict[str, Any]]:
     return ", (h r)", args
 
 
-def _bias_dims(call: OpCall, index: int, heads: str) -> tuple[str, ...]:
-    dims = ("b", heads, "s", "t")
+def _bias_dims(call: OpCall, index: int, heads: str, keys: str = "t") -> tuple[str, ...]:
+    dims = ("b", heads, "s", keys)
     return tuple("1" if size == 1 else dim for size, dim in zip(call.operands[index].shape, dims))
 
 
-def _masks(call: OpCall, heads: str) -> str:
-    """The operands between the values and what follows: bias, keys, sinks, seed, where they are given."""
+def _masks(call: OpCall, heads: str, keys: str = "t") -> str:
+    """The operands between the values and what follows: bias, keys, sinks, seed, where they are given. keys: what the
+    keys' dim walks.
+    """
     text = ""
     if (bias := call.operand_of("bias")) is not None:
-        text += ", " + " ".join(_bias_dims(call, bias, heads))
-    text += ", b t" if call.operand_of("keys") is not None else ""
+        text += ", " + " ".join(_bias_dims(call, bias, heads, keys))
+    text += f", b {keys}" if call.operand_of("keys") is not None else ""
     text += f", {heads}" if call.operand_of("sinks") is not None else ""
     return text + (", ." if call.operand_of("seed") is not None else "")
 
 
-def _documents(call: OpCall) -> str:
+def _documents(call: OpCall, keys: str = "t") -> str:
     """The operands behind all others: the document of each query, and of each key."""
-    given = (("documents", "b s"), ("key_documents", "b t"))
+    given = (("documents", "b s"), ("key_documents", f"b {keys}"))
     return "".join(f", {dims}" for name, dims in given if call.operand_of(name) is not None)
 
 
@@ -85,6 +87,36 @@ def _attention_backward(call: OpCall) -> Rule:
         f"-> {results} | {marks} | linear 0"
     )
     return bind(call, text, op_class="attention", flops=2.5 * attention_flops(call, 1), **fields, **_places(call, 1))
+
+
+@rule("autopar.attention_pieces.default")
+def _attention_pieces(call: OpCall) -> Rule:
+    """Each piece of the keys by itself: `p` of them, which may lie anywhere."""
+    heads, kv_heads = _heads(call, 0, 1)
+    joint, fields = _group(call, heads)
+    kv = f"b {kv_heads} (p c) d, b {kv_heads} (p c) e"
+    operands = f"b {heads} s d, {kv}{_masks(call, heads, '(p c)')}{_documents(call, '(p c)')}"
+    text = f"{operands} -> p b {heads} s f | p={call.arg('count')}, c !, d !, e !, f !{joint}"
+    fields["size_args"] = (*fields.get("size_args", ()), (call.path("count"), "p"))
+    fields["offset_args"] = (*fields.get("offset_args", ()), (call.path("start"), "p"))
+    return bind(call, text, op_class="attention", flops=attention_flops(call, 0), **fields, **_places(call, 0))
+
+
+@rule("autopar.pieces_top.default")
+def _pieces_top(call: OpCall) -> Rule:
+    return bind(call, "p b h s f -> b h s | p max, f !", op_class="reduction", flops=float(call.result.numel))
+
+
+@rule("autopar.pieces_total.default")
+def _pieces_total(call: OpCall) -> Rule:
+    """The largest score is that of all pieces, so the sums of parts add up."""
+    return bind(call, "p b h s f, b h s -> b h s f | p sum, f !", op_class="reduction", flops_per_point=2.0)
+
+
+@rule("autopar.pieces_merged.default")
+def _pieces_merged(call: OpCall) -> Rule:
+    sinks = ", h" if call.operand_of("sinks") is not None else ""
+    return bind(call, f"b h s f, b h s{sinks} -> b h s e | f !, e !", flops_per_point=1.0 / call.operands[0].shape[-1])
 
 
 @rule("autopar.repeat_heads.default")

@@ -116,6 +116,19 @@ def _index_add(call: OpCall) -> Rule:
     return make_rule(call, operands, [names], sizes, blocked={names[dim], "i"}, linear=linear, op_class="gather")
 
 
+@rule("autopar.write_piece.default")
+def _write_piece(call: OpCall) -> Rule:
+    """Also the dim that is written along may be split: each part is told where it begins, and leaves out the rest."""
+    shape, dim = call.operands[0].shape, call.arg("dim")
+    names = [f"d{i}" for i in range(len(shape))]
+    source = [*names[:dim], "i", *names[dim + 1 :]]
+    sizes = dict(zip(names, shape)) | {"i": call.operands[1].shape[0]}
+    return make_rule(
+        call, [names, ["i"], source], [names], sizes, blocked={"i"}, op_class="gather",
+        offset_args=((call.path("start"), names[dim]),),
+    )  # fmt: skip
+
+
 def _advanced(call: OpCall) -> tuple[list[list[str]], list[str], list[str], dict[str, int], set[str]] | None:
     """Advanced indexing: the dims of the index operands, of the tensor, and of the selection; sizes; the indexed dims.
 

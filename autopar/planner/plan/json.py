@@ -198,7 +198,8 @@ def _spread_from(data: Mapping[str, Any] | None) -> Spread | None:
         return None
     parts = tuple((axis, count) for axis, count in data.get("parts", ()))
     padded = bool(data.get("padded", True))
-    return Spread(data["heads"], data["moves"], tuple(data["sequence"]), tuple(data["zigzag"]), parts, padded)
+    sequence, zigzag, pieces = tuple(data["sequence"]), tuple(data["zigzag"]), int(data.get("pieces", 1))
+    return Spread(data["heads"], data["moves"], sequence, zigzag, parts, padded, pieces)
 
 
 def _model_spec_from(data: Mapping[str, Any] | None) -> ModelSpec | None:

@@ -53,6 +53,7 @@ OWN, OTHERS = i(2, 4, 6), i(2, 4, 10)
 KEYS, SINKS = torch.rand(4, 10, generator=GENERATOR) > 0.3, r(4)
 CAUSAL, WINDOW = {"scale": 0.3, "right": 0}, {"scale": 0.3, "left": 2, "right": 0, "softcap": 5.0}
 DROPS = {"scale": 0.3, "right": 1, "dropout_p": 0.4, "salt": 3, "global_shape": [4, 4, 6, 10]}
+PACKED = r(4, 4, 4, 6, 9)
 PLAIN, GROUPED = {"scale": 0.3}, {"scale": 0.3, "group": 2}
 
 
@@ -81,6 +82,12 @@ ATTENTION = [attended(*operands) for operands in (
     (Q, K2, V2, r(1, 4, 6, 10), KEYS, {"scale": 0.3, "group": 2, "documents": OWN, "key_documents": OTHERS}),
     (Q, K, V, None, None, SINKS, SEED, DROPS), (Q, K2, V2, r(4, 1, 6, 10), None, None, SEED, DROPS),
 )]  # fmt: skip
+K8, V8, KEYS8, MASK8 = r(4, 2, 8, 8), r(4, 2, 8, 6), torch.rand(4, 8, generator=GENERATOR) > 0.3, b(4, 1, 6, 8)
+PIECES = [
+    (Q, K8, V8, {"scale": 0.3, "count": 4}), (Q, K8, V8, MASK8, {"scale": 0.3, "group": 2, "count": 4}),
+    (Q, K8, V8, r(1, 4, 6, 1), KEYS8, {"scale": 0.3, "count": 4, "left": 2, "right": 1, "softcap": 5.0}),
+    (Q6, r(2, 3, 8, 8), r(2, 3, 8, 8), r(1, 6, 6, 8), {"scale": 0.3, "group": 2, "count": 8, "documents": i(2, 2, 6), "key_documents": i(2, 2, 8)}),
+]  # fmt: skip
 BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]
 LABELS = i(8, 4, 6)
 LABELS[0, 0] = -100
@@ -134,6 +141,11 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.embedding_grad.default": [(r(2, 4, 6), i(8, 2, 4), 8), (r(2, 4, 6), i(8, 2, 4), 8, 0, 3)],
     "autopar.part.default": [(r(8, 6), 0, 0, 4), (r(4, 12), 1, 4, 8), (r(8), 0, 2, 4)],
     "autopar.whole.default": [(X, 1, 6), (r(4, 6), 0, 12, 2), (r(8), 0, 16, 8)],
+    "autopar.attention_pieces.default": PIECES,
+    "autopar.pieces_top.default": [(PACKED,)],
+    "autopar.pieces_total.default": [(PACKED, PACKED[..., -1].amax(0))],
+    "autopar.pieces_merged.default": [(p(4, 4, 6, 9), r(4, 4, 6)), (p(4, 4, 6, 9), r(4, 4, 6), SINKS)],
+    "autopar.write_piece.default": [(r(2, 4, 8, 2), 2, torch.tensor([5, 2, 3]), r(2, 4, 3, 2)), (r(4, 8), 1, torch.tensor([6]), r(4, 1))],
     "autopar.take_label.default": [(X, LABELS), (X, LABELS, 2), (r(8), i(8))],
     "autopar.put_label.default": [(r(4, 6), i(8, 4, 6), 8), (r(4), i(8, 4), 4, 2), (r(), i(8), 8)],
     "autopar.log_softmax.default": [(X, X.amax(-1), X.amax(-1).exp()), (r(8), r(), r().exp())],
