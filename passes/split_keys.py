@@ -14,7 +14,7 @@ Ensures: the same phase and numbers. Attention whose keys and values are states 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,15 +53,17 @@ def _rewrite(region: Region, classes: Classes, states: Collection[object], piece
     for node in list(graph.nodes):
         if node.target is not _own.attention.default or not _may_be_split(node, pieces):
             continue
-        writes = [_writes(argument(node, place, name), kept) for place, name in ((1, "k"), (2, "v"))]
+        keys = [_whole(node, argument(node, place, name)) for place, name in ((1, "k"), (2, "v"))]
+        writes = [_writes(each, kept) for each in keys]
         if None in writes:
             continue
         for write in {each for own in writes for each in own or ()}:
             write.target = _own.write_piece.default
             write.args = (write.args[0], write.args[1] % len(shape_of(write)), *write.args[2:])  # type: ignore[operator]
-        added.update(dict.fromkeys(_split(graph, node, pieces), node.name))
+        added.update(dict.fromkeys(_split(graph, node, keys, pieces), node.name))
     if not added:
         return region
+    graph.eliminate_dead_code()
     graph.lint()
     origins = {**region.origins, **{node.name: region.origins.get(source, "") for node, source in added.items()}}
     forward = region.forward_nodes | {node.name for node in added}
@@ -80,9 +82,27 @@ def _values_of(region: Region, classes: Classes, states: Collection[object]) -> 
 
 def _may_be_split(node: fx.Node, pieces: int) -> bool:
     """Whether as many pieces divide the keys, nothing is dropped, and nobody reads the log-sum-exp."""
-    length = shape_of(argument(node, 1, "k"))[_LENGTH]
+    length = shape_of(_whole(node, argument(node, 1, "k")))[_LENGTH]
     picked = all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
     return length % pieces == 0 and not node.kwargs.get("dropout_p") and picked
+
+
+def _whole(node: fx.Node, keys: fx.Node) -> fx.Node:
+    """What a prompt's keys (or values) are the first of, where attention hides the others by itself: those of the cache
+    that are behind the last query. Else they themselves.
+    """
+    limits = {
+        name: node.kwargs.get(name) for name in ("right", "prefix", "query_starts", "key_starts", "key_documents")
+    }
+    right, masks = limits.pop("right"), [argument(node, place, name) for place, name in ((3, "bias"), (4, "keys"))]
+    length, queries = shape_of(keys)[_LENGTH], shape_of(argument(node, 0, "q"))[2]
+    hides = isinstance(right, int) and queries + right <= length and not any(limits.values())
+    if keys.target is not _aten.slice.Tensor or not hides or masks != [None, None]:
+        return keys
+    dim, start, step = argument(keys, 1, "dim", 0), argument(keys, 2, "start"), argument(keys, 4, "step", 1)
+    source = keys.args[0]
+    assert isinstance(source, fx.Node)
+    return source if dim % len(shape_of(source)) == _LENGTH and not start and step == 1 else keys
 
 
 def _writes(keys: fx.Node, kept: Collection[fx.Node]) -> set[fx.Node] | None:
@@ -102,9 +122,9 @@ def _writes(keys: fx.Node, kept: Collection[fx.Node]) -> set[fx.Node] | None:
     return found if found or is_kept else None
 
 
-def _split(graph: fx.Graph, node: fx.Node, pieces: int) -> Iterator[fx.Node]:
-    """Attention piece by piece in the place of attention; the new nodes."""
-    q, v, sinks = argument(node, 0, "q"), argument(node, 2, "v"), argument(node, 5, "sinks")
+def _split(graph: fx.Graph, node: fx.Node, keys: Sequence[fx.Node], pieces: int) -> Iterator[fx.Node]:
+    """Attention piece by piece in the place of attention; the new nodes. keys: and values."""
+    q, v, sinks = argument(node, 0, "q"), keys[1], argument(node, 5, "sinks")
     meta = {name: value for name, value in node.meta.items() if name != NAME}
     wide, *sizes = wide_dtype(dtype_of(q)), *shape_of(q)[:3], shape_of(v)[3]
 
@@ -116,7 +136,7 @@ def _split(graph: fx.Graph, node: fx.Node, pieces: int) -> Iterator[fx.Node]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=wide, device=node.meta["val"][0].device)
 
-    tensors = [argument(node, place, name) for place, name in enumerate(("q", "k", "v", "bias", "keys"))]
+    tensors = [q, *keys, argument(node, 3, "bias"), argument(node, 4, "keys")]
     while tensors[-1] is None:
         tensors.pop()
     options = {name: value for name, value in node.kwargs.items() if name not in ("bias", "keys", "sinks", "seed")}
