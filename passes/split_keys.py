@@ -66,9 +66,8 @@ def _rewrite(region: Region, classes: Classes, states: Collection[object], piece
     graph.eliminate_dead_code()
     graph.lint()
     origins = {**region.origins, **{node.name: region.origins.get(source, "") for node, source in added.items()}}
-    forward = region.forward_nodes | {node.name for node in added}
-    gone = set(added.values()) - {node.name for node in graph.nodes}
-    return replace(region, graph=graph, origins=origins, forward_nodes=frozenset(forward - gone))
+    left = {node.name for node in graph.nodes if node.name in region.forward_nodes or node in added}
+    return replace(region, graph=graph, origins=origins, forward_nodes=frozenset(left))
 
 
 def _values_of(region: Region, classes: Classes, states: Collection[object]) -> Iterator[fx.Node]:
@@ -91,13 +90,11 @@ def _whole(node: fx.Node, keys: fx.Node) -> fx.Node:
     """What a prompt's keys (or values) are the first of, where attention hides the others by itself: those of the cache
     that are behind the last query. Else they themselves.
     """
-    limits = {
-        name: node.kwargs.get(name) for name in ("right", "prefix", "query_starts", "key_starts", "key_documents")
-    }
-    right, masks = limits.pop("right"), [argument(node, place, name) for place, name in ((3, "bias"), (4, "keys"))]
-    length, queries = shape_of(keys)[_LENGTH], shape_of(argument(node, 0, "q"))[2]
-    hides = isinstance(right, int) and queries + right <= length and not any(limits.values())
-    if keys.target is not _aten.slice.Tensor or not hides or masks != [None, None]:
+    others = [node.kwargs.get(name) for name in ("prefix", "query_starts", "key_starts", "key_documents")]
+    others += [argument(node, place, name) for place, name in ((3, "bias"), (4, "keys"))]
+    right, length, queries = node.kwargs.get("right"), shape_of(keys)[_LENGTH], shape_of(argument(node, 0, "q"))[2]
+    hides = isinstance(right, int) and queries + right <= length and not any(others)
+    if keys.target is not _aten.slice.Tensor or not hides:
         return keys
     dim, start, step = argument(keys, 1, "dim", 0), argument(keys, 2, "start"), argument(keys, 4, "step", 1)
     source = keys.args[0]

@@ -1,4 +1,4 @@
-"""A cache in pieces along its length: what is written where, what attention to pieces gives, and plans of `generate()`."""
+"""A cache in pieces along its length: what is written where, what attention to pieces gives, plans of `generate()`."""
 
 from __future__ import annotations
 
