@@ -111,7 +111,7 @@ def _writes(keys: fx.Node, kept: Collection[fx.Node]) -> set[fx.Node] | None:
         if node.target is _aten.index_copy.default and shape_of(node)[node.args[1]] == length:  # type: ignore[index]
             found.add(node)
         elif node in kept:
-            is_kept = True
+            is_kept |= shape_of(node)[_LENGTH : _LENGTH + 1] == (length,)
         elif node.op == "call_function":
             fresh = [each for each in node.all_input_nodes if each not in seen and length in shape_of(each)]
             seen.update(fresh)

@@ -78,5 +78,5 @@ def require_pieces(program: Program, strategies: Sequence[AxisStrategy], mesh: M
     raise AutoparError(
         f"split_kv on {axis}={size} finds no keys and values to split",
         values="; ".join(missed[:3]) or f"no attention reads a cache whose length {size} divides",
-        remedy=f"use a length that {size} divides (max_cache_len=), or another strategy for {axis}, such as tensor",
+        remedy=f"use another strategy for {axis}, such as tensor or ddp, which split what its layers keep otherwise",
     )

@@ -132,6 +132,20 @@ def test_each_rank_keeps_its_piece() -> None:
     assert plan.verify().ok
 
 
+def test_what_an_encoder_gave_lies_in_pieces_too() -> None:
+    """Breaks if a cache that nothing is written into, which a slice of the whole would serve as well, lies whole; or if
+    one of a length that does not divide is refused.
+    """
+    for prompt, pieces in ((6, True), (5, False)):
+        wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=4)
+        plan = _planned("t5", {"cp": 2}, "split_kv", wanted)
+        for phase in plan:
+            entries = [each for each in phase.interface.inputs if each.name in phase.program.states]
+            across = [each for each in entries if len(each.shape) == 4 and each.shape[2] == prompt]
+            assert len(across) == (4 if phase is plan.decode else 0) or phase is plan.prefill
+            assert all((each.sharding == (Shard(2),)) == pieces for each in across)
+
+
 def test_one_message_where_that_is_faster() -> None:
     """Breaks if latencies are left out: one token takes a gather a layer, not a maximum and a sum."""
     plan = _planned("llama", {"cp": 2}, "split_kv").decode
