@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.coverage import cells, discovery, table
+from benchmarks.coverage import cells, discovery, sources, table
 from benchmarks.coverage.cells import COLUMNS, Row, run
 from benchmarks.coverage.discovery import Pair
 from benchmarks.coverage.kept import KEPT, load, save
@@ -77,6 +77,7 @@ def main() -> int:
     rows = load(options.json)
     if options.page:
         (DOCS / "architectures.md").write_text(table.page(rows, _versions()))
+        sources.write()
         return 0
     columns = [column for column in COLUMNS if column in options.cells.split(",")]
     wanted = options.states.split(",") if options.states else None
