@@ -73,7 +73,9 @@ def phase_inputs(model: nn.Module, generation: Generation, ways: int = 1) -> dic
     length = generation.positions(behind_encoder=has_encoder(model), ways=ways)
     short = driven(
         model, generation.one_chunk().prompts(2), 2, answer,
-        lambda _, rows, __, encoded: caches.new_cache(model, rows, length, torch.device("cpu"), encoded),
+        lambda _, rows, __, encoded: caches.new_cache(
+            model, rows, length, torch.device("cpu"), encoded, generation.cache
+        ),
         beams=generation.beams, encoder=Unfilled,
     )  # fmt: skip
     assert short.shape[0] == generation.batch

@@ -1,7 +1,8 @@
 """Proof of a plan for `generate()`: transformers' own loop over the programs of all ranks, its tokens given
 (*teacher-forced*), beside the eager model on the whole sequence without a cache.
 
-Compared are the logits of every step, in float64. A write to the cache that is lost or late, a row or a head of another
+Compared are the logits of every step, in float64; where keys and values are stored as codes, with a model that rounds
+them alike (`base/huggingface/coded_reference.py`), and they too. A write to the cache that is lost or late, a row or a head of another
 rank, a decode that reads what prefill left otherwise than it lies: each gives other logits.
 """
 
@@ -68,16 +69,25 @@ def verify_generation(
     if wanted.beams > 1:
         prompt = {name: value.repeat_interleave(wanted.beams, 0) for name, value in prompt.items()}
     following = torch.randint(1, words, (wanted.rows, count), generator=generator)
-    run = _Run(length, wanted.chunks, phases, model, mesh, scaled, dtype, following)
+    run = _Run(length, wanted.chunks, wanted.cache, phases, model, mesh, scaled, dtype, following)
     around = partial(_eager, model, dtype)
     tokens_found = driven(
         model, prompt, count, run.step, run.cache, chunk=wanted.chunk, encoder=lambda each: Within(each, around)
     )
     first = tokens_found.shape[1] - count
     assert torch.equal(tokens_found[:, first:], following), "generate() took other tokens than it was given"
-    whole = _whole(model, prompt, tokens_found[:, :-1], dtype)
     rtol, atol = TOLERANCES[dtype]
+    ids = tokens_found[:, :-1]
+    whole = exact = _whole(model, prompt, ids, dtype)
     rows: list[Comparison] = []
+    notes: tuple[str, ...] = ()
+    if wanted.cache is not None:
+        from autopar.base.huggingface.coded_reference import Rounding, rounding_cache
+
+        rounding = Rounding(wanted.cache, run.kept, rtol)
+        whole = _whole(model, prompt, ids, dtype, rounding_cache(model, rounding))
+        rows += [comparison(name, want, have, rtol, atol, 0.0) for name, want, have in rounding.compared()]
+        notes = _notes(rounding, exact[:, first - 1 :], whole[:, first - 1 :])
     for number, logits in enumerate(run.logits):
         token = number - wanted.chunks + 1
         part = f"chunk {number + 1} of the prompt" if wanted.chunks > 1 else "the prompt"
@@ -85,25 +95,26 @@ def verify_generation(
         last = first - 1 + (token if token > 0 else token * (wanted.chunk or 1))
         want = whole[:, last - logits.shape[1] + 1 : last + 1]
         rows.append(comparison(name, want, logits, rtol, atol, 0.0))
-    return Proof(tuple(rows), str(mesh), scaled, str(dtype).removeprefix("torch."), run.events, False, rtol)
+    return Proof(tuple(rows), str(mesh), scaled, str(dtype).removeprefix("torch."), run.events, False, rtol, notes)
 
 
 class _Run:
     """The programs of all ranks in the model's place. Each is written once; what follows is the cache's."""
 
     def __init__(
-        self, length: int, chunks: int, phases: Mapping[str, PlanRecord], model: nn.Module, mesh: Any, scaled: bool,
-        dtype: torch.dtype, following: Tensor,
+        self, length: int, chunks: int, storage: str | None, phases: Mapping[str, PlanRecord], model: nn.Module,
+        mesh: Any, scaled: bool, dtype: torch.dtype, following: Tensor,
     ) -> None:  # fmt: skip
         self.phases, self.model, self.mesh, self.scaled = phases, model, mesh, scaled
         self.dtype, self.following = dtype, following
-        self.length, self.chunks = length, chunks
+        self.length, self.chunks, self.storage = length, chunks, storage
         self.logits: list[Tensor] = []
         self.events = 0
         self.programs: dict[tuple[Any, ...], tuple[Program, str]] = {}
+        self.kept: Any = None
 
     def cache(self, model: Any, rows: int, length: int, encoded: Tensor | None) -> Any:
-        return caches.new_cache(self.model, rows, self.length, torch.device("cpu"), encoded)
+        return caches.new_cache(self.model, rows, self.length, torch.device("cpu"), encoded, self.storage)
 
     def step(self, given: dict[str, Any]) -> Any:
         """One forward: the program of the phase, on all ranks."""
@@ -122,16 +133,29 @@ class _Run:
         values = dict(zip(program.output_names, done.outputs, strict=True))
         self.events += max((len(events) for events in done.events), default=0)
         name, given_cache = caches.of_call(given)
-        cache = caches.with_states(given_cache, values, name)
+        cache = self.kept = caches.with_states(given_cache, values, name)
         self.logits.append(values["logits"])
         wanted = torch.full((len(self.following), 1, values["logits"].shape[-1]), -1.0)
         wanted[torch.arange(len(self.following)), 0, self.following[:, max(token, 0)]] = 1.0
         return outputs(wanted, cache, name)
 
 
-def _whole(model: Any, prompt: Mapping[str, Tensor], ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The eager model's logits of all positions. ids: of the decoder, where there is an encoder, too."""
+def _notes(rounding: Any, exact: Tensor, rounded: Tensor) -> tuple[str, ...]:
+    """What storing the cache so does to the model. exact, rounded: logits [batch, positions, vocabulary]."""
+    logits = float((exact - rounded).abs().max())
+    logprobs = float((exact.log_softmax(-1) - rounded.log_softmax(-1)).abs().max())
+    said = f"a cache in {rounding.storage} changes logits by up to {logits:.2g}, log-probabilities by {logprobs:.2g}"
+    edges = f"{rounding.edges} codes lie between two that are both right" if rounding.edges else ""
+    return (said, edges) if edges else (said,)
+
+
+def _whole(model: Any, prompt: Mapping[str, Tensor], ids: Tensor, dtype: torch.dtype, cache: Any = None) -> Tensor:
+    """The eager model's logits of all positions. ids: of the decoder, where there is an encoder, too. cache: an empty
+    one of transformers', which is written; None: without.
+    """
     given: dict[str, Any] = {"use_cache": False}
+    if cache is not None:
+        given = {"use_cache": True, str(caches.name_of(model)): cache}
     if has_encoder(model):
         given |= {**prompt, "decoder_input_ids": ids}
     else:

@@ -68,6 +68,8 @@ class Proof:
     num_collectives: int
     dropout: bool
     rtol: float
+    notes: tuple[str, ...] = ()
+    """What else was measured."""
 
     @property
     def ok(self) -> bool:
@@ -103,7 +105,7 @@ class Proof:
         return (
             f"{verdict}: {len(self.comparisons)} tensors on {self.mesh}{scaled} in {self.dtype}{drawn}, "
             f"worst relative error {self.worst.error:.2g} ({self.worst.name}), "
-            f"{self.num_collectives} collectives a rank in one order"
+            f"{self.num_collectives} collectives a rank in one order" + "".join(f"; {note}" for note in self.notes)
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from autopar.base.codes import check_storage
 from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
 from autopar.strategies.context import ways_of_cache
@@ -36,6 +37,7 @@ class Generation:
     batch: sequences. prompt: tokens of each, and new_tokens that are made of it. beams: of each sequence, where
     `generate(num_beams=…)` searches. padded: whether prompts have different lengths, with padding on the left. chunk:
     how many tokens of a prompt go through the model in one call, as `prefill_chunk_size=` of `generate()`; None: all.
+    cache: how keys and values are stored, "fp8", "int8" or "int4", with a scale a head and token; None: as they are.
     """
 
     batch: int = 1
@@ -44,8 +46,10 @@ class Generation:
     beams: int = 1
     padded: bool = False
     chunk: int | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
+        check_storage(self.cache, "a cache")
         if min(self.batch, self.prompt, self.beams) < 1 or self.new_tokens < 2:
             raise AutoparError(
                 "nothing to generate",

@@ -15,7 +15,8 @@ from torch import Tensor
 import autopar
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches
-from autopar.base.huggingface.states import Layout, Part, StateCache
+from autopar.base.huggingface.layout import Layout, Part
+from autopar.base.huggingface.states import StateCache
 from autopar.base.torch_compat import tracing
 from autopar.passes.emptied import meta_clone
 from autopar.planner.inputs import family_key, shapes_key

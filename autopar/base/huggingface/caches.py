@@ -127,16 +127,20 @@ def of_call(given: Mapping[str, Any]) -> tuple[str, Any]:
     )
 
 
-def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, encoded: Tensor | None = None) -> Any:
+def new_cache(
+    model: nn.Module, batch: int, length: int, device: torch.device, encoded: Tensor | None = None,
+    storage: str | None = None,
+) -> Any:  # fmt: skip
     """An empty cache for `batch` sequences of up to `length` positions, whose zeros take no memory until they are cut.
 
     model: what its layers keep is found by a forward of it, without data. encoded: what an encoder gave,
-    [any, length, dim], where there is one.
+    [any, length, dim], where there is one. storage: of keys and values (`base/codes.py`); None: as they are.
 
     Raises:
-        AutoparError: layers that keep what is no state.
+        AutoparError: layers that keep what is no state, or keys that cannot be stored so.
     """
-    from autopar.base.huggingface.states import Layout, StateCache, StatePairCache, states_across, states_of_layer
+    from autopar.base.huggingface.layout import Layout
+    from autopar.base.huggingface.states import StateCache, StatePairCache, states_across, states_of_layer
 
     known = _known.setdefault(model, {})
     key = (batch, None if encoded is None else (tuple(encoded.shape), encoded.dtype))
@@ -149,7 +153,8 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
     for number, layer in enumerate([*layers, *crossing]):
         try:
             own = number < len(layers)
-            layout, kept = states_of_layer(layer, length, device) if own else states_across(layer, across, device)
+            make, positions = (states_of_layer, length) if own else (states_across, across)
+            layout, kept = make(layer, positions, device, storage)
         except ValueError as error:
             raise _refused(model, "nothing was written into its cache", number % len(layers)) from error
         layouts.append(layout)
@@ -170,7 +175,7 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
     from transformers.modeling_outputs import BaseModelOutput
 
-    from autopar.base.huggingface.states import KINDS
+    from autopar.base.huggingface.layout import KINDS
 
     name = name_of(model)
     if name is None:

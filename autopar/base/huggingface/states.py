@@ -25,74 +25,52 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionLayer
 from transformers.utils import ModelOutput
 
+from autopar.base.huggingface.kept import Kept
+from autopar.base.huggingface.layout import KINDS, STORED, Layout, Part
 from autopar.base.torch_compat.tracing import register_container
-
-KINDS = {
-    "DynamicLayer": "attention",
-    "DynamicSlidingWindowLayer": "attention",  # as long as the others: the mask knows the window
-    "DynamicIndexedLayer": "indexed",
-    "LinearAttentionLayer": "linear",
-    "LinearAttentionAndFullAttentionLayer": "hybrid",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "hybrid",
-    "DummyLayer": "none",
-    "StaticLayer": "attention",
-    "StaticSlidingWindowLayer": "attention",
-    "StaticIndexedLayer": "indexed",
-    "LinearAttentionAndStaticFullAttentionLayer": "hybrid",
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer": "hybrid",
-}
-"""transformers' layers of caches that grow and of those that do not -> the kind of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of the states of a linear layer. window: of its convolution; None: it has none. recurs: whether it has a
-    recurrent state. written: whether a forward went through it.
-    """
-
-    window: int | None
-    recurs: bool
-    written: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What a layer keeps beside its tensors. kind: see the module's text. parts: of a linear or hybrid layer."""
-
-    kind: str
-    parts: tuple[Part, ...] = ()
-
-    @staticmethod
-    def of(data: Any) -> Layout:
-        """The inverse of `to_data`."""
-        kind, parts = data
-        return Layout(str(kind), tuple(Part(*part) for part in parts))
-
-    def after(self) -> Layout:
-        """Of the layer once a forward went through it."""
-        return Layout(self.kind, tuple(replace(part, written=True) for part in self.parts))
-
-    def to_data(self) -> list[Any]:
-        """As pytrees and plans keep it."""
-        return [self.kind, [[part.window, part.recurs, part.written] for part in self.parts]]
-
 
 class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     """Keys and values [batch, heads, length, dim]."""
 
     is_compileable = True
     is_sliding = False
-    keys: Any
-    values: Any
+    kept: tuple[Kept, Kept]
+
+    def take(self, storage: str | None, tensors: Iterator[Tensor]) -> None:
+        """Keep what comes next of the tensors."""
+        self.kept = (Kept.take(storage, tensors), Kept.take(storage, tensors))
+        self.is_initialized = True
+
+    def kept_tensors(self) -> list[Tensor]:
+        return [x for kept in self.kept for x in kept.tensors()]
+
+    @property
+    def keys(self) -> Any:
+        return self.kept[0].read()
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        assert value is None, "keys are written by update()"
+
+    @property
+    def values(self) -> Any:
+        return self.kept[1].read()
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        assert value is None, "values are written by update()"
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self.kept = (self.kept[0].rows(beam_idx), self.kept[1].rows(beam_idx))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("states are made before they are used")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[-2], 0
+        return self.kept[0].length, 0
 
     def get_max_length(self) -> int:
-        return int(self.keys.shape[-2])
+        return self.kept[0].length
 
 
 class _Attention(_Keys):
@@ -101,21 +79,20 @@ class _Attention(_Keys):
     def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
         super().__init__()
         self._layout = layout
-        self.keys, self.values, self.cumulative_length = next(tensors), next(tensors), next(tensors)
-        self.is_initialized = True
+        self.take(layout.storage, tensors)
+        self.cumulative_length = next(tensors)
 
     @property
     def layout(self) -> Layout:
         return self._layout
 
     def tensors(self) -> list[Tensor]:
-        return [self.keys, self.values, self.cumulative_length]
+        return [*self.kept_tensors(), self.cumulative_length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         at = _following(key_states.shape[-2], self.cumulative_length)
         self.cumulative_length = self.cumulative_length + key_states.shape[-2]
-        self.keys = self.keys.index_copy(2, at, key_states)
-        self.values = self.values.index_copy(2, at, value_states)
+        self.kept = (self.kept[0].written(at, key_states), self.kept[1].written(at, value_states))
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:
@@ -207,7 +184,7 @@ class _Linear(LinearAttentionLayer):  # type: ignore[misc, unused-ignore]
         """With what is written by now."""
         written = self.has_previous_state
         parts = (replace(part, written=bool(written[i])) for i, part in enumerate(self._layout.parts))
-        return Layout(self._layout.kind, tuple(parts))
+        return replace(self._layout, parts=tuple(parts))
 
     def tensors(self) -> list[Tensor]:
         return self.tensors_of_parts()
@@ -246,8 +223,8 @@ class _Hybrid(_Linear, _Attention):
     def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
         CacheLayerMixin.__init__(self)
         _Linear.__init__(self, layout, tensors)
-        self.keys, self.values, self.cumulative_length = next(tensors), next(tensors), next(tensors)
-        self.is_initialized = True
+        self.take(layout.storage, tensors)
+        self.cumulative_length = next(tensors)
 
     def tensors(self) -> list[Tensor]:
         return [*self.tensors_of_parts(), *_Attention.tensors(self)]
@@ -267,20 +244,21 @@ class _Cross(_Keys):
 
     def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
         super().__init__()
+        self._layout = layout
         self.is_written = layout.parts[0].written
-        self.keys, self.values = next(tensors), next(tensors)
-        self.is_initialized = True
+        self.take(layout.storage, tensors)
 
     @property
     def layout(self) -> Layout:
-        return Layout("cross", (Part(None, False, self.is_written),))
+        return replace(self._layout, parts=(Part(None, False, self.is_written),))
 
     def tensors(self) -> list[Tensor]:
-        return [self.keys, self.values]
+        return self.kept_tensors()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values, self.is_written = key_states, value_states, True
-        return key_states, value_states
+        storage = self._layout.storage
+        self.kept, self.is_written = (Kept.of(storage, key_states), Kept.of(storage, value_states)), True
+        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         return self.get_max_length() if self.is_written else 0
@@ -374,8 +352,9 @@ class StatePairCache(EncoderDecoderCache):  # type: ignore[misc, unused-ignore]
     def of(layouts: Iterable[Layout], states: Iterable[Tensor]) -> StatePairCache:
         """The decoder's layers first."""
         layouts, tensors = list(layouts), list(states)
-        half = len(layouts) - sum(layout.kind == "cross" for layout in layouts)
-        behind = len(tensors) - 2 * (len(layouts) - half)
+        crossing = [layout for layout in layouts if layout.kind == "cross"]
+        half = len(layouts) - len(crossing)
+        behind = len(tensors) - sum(2 if layout.storage is None else 4 for layout in crossing)
         return StatePairCache(
             StateCache(layouts[:half], tensors[:behind]), StateCache(layouts[half:], tensors[behind:])
         )
@@ -428,9 +407,11 @@ class Outputs(ModelOutput):  # type: ignore[misc, unused-ignore]
     cache_params: StateCache | None = None
 
 
-def states_of_layer(layer: Any, length: int, device: torch.device) -> tuple[Layout, list[Tensor]]:
+def states_of_layer(
+    layer: Any, length: int, device: torch.device, storage: str | None = None
+) -> tuple[Layout, list[Tensor]]:
     """What one of transformers' layers keeps, after a forward of it: ours for `length` positions, empty. Zeros
-    take no memory until they are cut.
+    take no memory until they are cut. storage: see `Layout`.
 
     Raises:
         KeyError: a layer of another kind. ValueError: one that keeps nothing of what its kind keeps.
@@ -453,7 +434,7 @@ def states_of_layer(layer: Any, length: int, device: torch.device) -> tuple[Layo
     if kind in ("attention", "indexed", "hybrid"):
         if layer.keys is None or layer.values is None:
             raise ValueError
-        states += [empty(x, (*x.shape[:2], length, x.shape[3])) for x in (layer.keys, layer.values)]
+        states += _empty_pair(layer, length, device, storage)
         states.append(count())
     if kind == "indexed":
         keys = layer.indexer_keys
@@ -462,10 +443,12 @@ def states_of_layer(layer: Any, length: int, device: torch.device) -> tuple[Layo
         states += [empty(keys, (keys.shape[0], length, keys.shape[2])), count()]
     if kind in ("linear", "hybrid") and not any(part.recurs or part.window is not None for part in parts):
         raise ValueError
-    return Layout(kind, tuple(parts)), states
+    return Layout(kind, tuple(parts), storage if kind in STORED else None), states
 
 
-def states_across(layer: Any, length: int, device: torch.device) -> tuple[Layout, list[Tensor]]:
+def states_across(
+    layer: Any, length: int, device: torch.device, storage: str | None = None
+) -> tuple[Layout, list[Tensor]]:
     """The same of a layer that keeps what an encoder gave.
 
     Raises:
@@ -473,8 +456,10 @@ def states_across(layer: Any, length: int, device: torch.device) -> tuple[Layout
     """
     if getattr(layer, "keys", None) is None or layer.values is None:
         raise ValueError
-    states = [
-        torch.zeros((), dtype=x.dtype, device=device).expand(*x.shape[:2], length, x.shape[3])
-        for x in (layer.keys, layer.values)
-    ]
-    return Layout("cross", (Part(None, False),)), states
+    return Layout("cross", (Part(None, False),), storage), _empty_pair(layer, length, device, storage)
+
+
+def _empty_pair(layer: Any, length: int, device: torch.device, storage: str | None) -> list[Tensor]:
+    """Of keys and values."""
+    kept = [((*x.shape[:2], length, x.shape[3]), x.dtype) for x in (layer.keys, layer.values)]
+    return [x for shape, dtype in kept for x in Kept.empty(storage, shape, dtype, device)]

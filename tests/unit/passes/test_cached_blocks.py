@@ -108,7 +108,8 @@ def test_a_block_that_does_more_with_its_number_is_traced_itself(
     kind: type[_Block], repeated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a block computes with its number, or asks a cache for what is not its own, is to be seen."""
-    from autopar.base.huggingface.states import Layout, StateCache
+    from autopar.base.huggingface.layout import Layout
+    from autopar.base.huggingface.states import StateCache
 
     states = [each for _ in range(4) for each in (torch.zeros(2, 1, 6, 4), torch.zeros(2, 1, 6, 4), torch.tensor(1))]
     cache = StateCache([Layout("attention")] * 4, states)

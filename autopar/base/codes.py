@@ -1,0 +1,93 @@
+"""Numbers kept as codes of a byte or less, with scales: how keys, values and weights are stored.
+
+    x [..., n]  →  codes [..., n] (int4: two a byte, [..., n/2]), scales [..., 1];  x ≈ codes · scales
+
+A scale is the largest magnitude of its row over the largest code, so that no code is clipped; rows are those of the last
+dim. Zero stays zero. Both ways are plain operators of torch on whole tensors: programs hold them as any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How numbers are kept. dtype: of what is stored. largest: magnitude of a code. per_byte: codes in a byte."""
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+    per_byte: int = 1
+
+    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the codes of numbers of this shape.
+
+        Raises:
+            AutoparError: rows of an odd length, where a byte holds two codes.
+        """
+        if shape[-1] % self.per_byte:
+            raise AutoparError(
+                f"{self.name} keeps {self.per_byte} numbers a byte, and a row has {shape[-1]}",
+                values=f"shape {tuple(shape)}",
+                remedy="store them as int8 or fp8",
+            )
+        return (*shape[:-1], shape[-1] // self.per_byte)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., n] -> codes, of `codes_shape`, and scales [..., 1] of x's dtype. Computed in float32 at least."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        most = wide.abs().amax(-1, keepdim=True) / self.largest
+        scales = most.clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)
+        steps = (wide / scales.to(wide.dtype)).clamp(-self.largest, self.largest)
+        return self._stored(steps), scales
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The inverse, but for rounding: [..., n], of the scales' dtype."""
+        return self._read(codes).to(scales.dtype) * scales
+
+    def _stored(self, steps: Tensor) -> Tensor:
+        if self.name == "fp8":  # as bytes: few operators and no collective of gloo take float8
+            return steps.to(torch.float8_e4m3fn).view(torch.uint8)
+        whole = steps.round()
+        if self.per_byte == 1:
+            return whole.to(self.dtype)
+        half = steps.shape[-1] // 2
+        shifted = (whole + _MIDDLE).to(torch.uint8)
+        return shifted[..., :half] | (shifted[..., half:] << 4)
+
+    def _read(self, codes: Tensor) -> Tensor:
+        if self.name == "fp8":
+            return codes.view(torch.float8_e4m3fn)
+        if self.per_byte == 1:
+            return codes
+        both = torch.cat([codes & 15, codes >> 4], -1)
+        return both.to(torch.int8) - _MIDDLE
+
+
+_MIDDLE = 8
+"""The nibble of zero."""
+STORAGES: Mapping[str, Storage] = MappingProxyType(
+    {
+        "fp8": Storage("fp8", torch.uint8, 448.0),  # e4m3: OCP 8-bit floating point, table 1
+        "int8": Storage("int8", torch.int8, 127.0),
+        "int4": Storage("int4", torch.uint8, 7.0, per_byte=2),
+    }
+)
+"""By the name that a user gives."""
+
+
+def check_storage(name: str | None, what: str) -> None:
+    """Raises an AutoparError for a name that is no storage. what: is stored."""
+    if name is not None and name not in STORAGES:
+        raise AutoparError(
+            f"{what} cannot be stored as {name!r}",
+            remedy=f"one of {', '.join(map(repr, STORAGES))}; leave it out to store them as they are",
+        )
