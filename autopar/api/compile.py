@@ -20,11 +20,11 @@ from autopar import pipeline
 from autopar.api.additions import Additions, shapes
 from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
+from autopar.api.cache_maker import maker
 from autopar.api.following import Following, numbers_of
 from autopar.api.generation import (
     Generation,
     GenerationPlan,
-    made_cache,
     may_choose,
     phase_inputs,
     planned,
@@ -85,6 +85,7 @@ def compile(
     program: str | Path | None = None,
     hardware: str | None = None,
     generate: Generation | None = None,
+    cache: str | None = None,
     lengths: Sequence[int] | None = None,
     expert_imbalance: float | None = None,
 ) -> Module:
@@ -106,6 +107,8 @@ def compile(
         program: a file with an edited generated program, run as it is.
         generate: plan `generate()` of these sizes now, prompt and tokens together (docs/inference.md). Others are
         planned when they come; caches are of this length at least, so that shorter ones need no programs of their own.
+        cache: how `generate()` stores keys and values: "fp8", "int8", "int4" (docs/inference.md). None: as `generate`
+        says, or as they are.
         lengths: that batches are padded to, each to the next, where what comes back is the same without: labels, masks
         and the causal order keep added positions out of losses, gradients and outputs, which are cut back. That is
         shown for every length by running a small model of the same architecture; where it is not so, the batch runs
@@ -130,7 +133,7 @@ def compile(
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
     return compile_model(
-        model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss, generate, lengths
+        model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss, generate, lengths, cache
     )
 
 
@@ -146,9 +149,12 @@ def compile_model(
     loss: Loss | None = None,
     generate: Generation | None = None,
     lengths: Sequence[int] | None = None,
+    cache: str | None = None,
 ) -> Module:
     """See `autopar.compile`."""
     check_not_compiled(model)
+    make_cache = maker(generate, cache)
+    generate = generate and replace(generate, cache=make_cache.storage)
     mesh = Mesh.from_device_mesh(device_mesh, hardware=hardware)
     if compile_regions is None:
         compile_regions = device_mesh.device_type == "cuda"
@@ -168,7 +174,7 @@ def compile_model(
     planner.model = compiled
     engine: Any = compiled.autopar
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
-    engine.cache_maker = partial(made_cache, planner.blueprint, generate, planner.ways)
+    engine.cache_maker = partial(make_cache, planner.blueprint, planner.ways)
     engine.prefill_chunk = None if generate is None else generate.chunk
     planner.attach()
     return compiled

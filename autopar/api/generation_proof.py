@@ -2,8 +2,8 @@
 (*teacher-forced*), beside the eager model on the whole sequence without a cache.
 
 Compared are the logits of every step, in float64; where keys and values are stored as codes, with a model that rounds
-them alike (`base/huggingface/coded_reference.py`), and they too. A write to the cache that is lost or late, a row or a head of another
-rank, a decode that reads what prefill left otherwise than it lies: each gives other logits.
+them alike (`base/huggingface/coded_reference.py`), and they too. A write to the cache that is lost or late, a row or a
+head of another rank, a decode that reads what prefill left otherwise than it lies: each gives other logits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     x [..., n]  →  codes [..., n] (int4: two a byte, [..., n/2]), scales [..., 1];  x ≈ codes · scales
 
-A scale is the largest magnitude of its row over the largest code, so that no code is clipped; rows are those of the last
-dim. Zero stays zero. Both ways are plain operators of torch on whole tensors: programs hold them as any others.
+A scale is the largest magnitude of its row over the largest code, so that no code is clipped; rows are those of the
+last dim. Zero stays zero. Both ways are plain operators of torch on whole tensors: programs hold them as any others.
 """
 
 from __future__ import annotations

@@ -44,10 +44,16 @@ def parse_batch(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def parse_generate(text: str) -> Generation:
-    """`8x2048x512`: sequences, tokens of the prompt, new tokens; `8x2048/256x512`: the prompt in chunks of 256."""
+def parse_generate(text: str | None, cache: str | None = None) -> Generation | None:
+    """`8x2048x512`: sequences, tokens of the prompt, new tokens; `8x2048/256x512`: the prompt in chunks of 256.
+    cache: how keys and values are stored.
+    """
     from autopar.planner.generation import Generation
 
+    if text is None:
+        if cache is not None:
+            raise AutoparError("--cache is of --generate", remedy="add --generate 8x2048x512")
+        return None
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:/([1-9]\d*))?x([1-9]\d*)", text.strip())
     if match is None:
         raise AutoparError(
@@ -55,7 +61,7 @@ def parse_generate(text: str) -> Generation:
             remedy="write SEQUENCESxPROMPTxNEW, as in 8x2048x512, or SEQUENCESxPROMPT/CHUNKxNEW",
         )
     chunk = None if match[3] is None else int(match[3])
-    return Generation(int(match[1]), int(match[2]), int(match[4]), chunk=chunk)
+    return Generation(int(match[1]), int(match[2]), int(match[4]), chunk=chunk, cache=cache)
 
 
 def make_generation_plan(

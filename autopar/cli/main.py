@@ -35,6 +35,7 @@ from autopar.cli.input import (  # fmt: skip
 from autopar.cli.options import (  # fmt: skip
     AsJson,
     Batch,
+    Cache,
     Generate,
     HardwareName,
     Imbalance,
@@ -105,6 +106,7 @@ def plan(
     microbatches: Microbatches = None,
     expert_imbalance: Imbalance = None,
     generate: Generate = None,
+    cache: Cache = None,
     layers: Layers = None,
     tiny: Tiny = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan here (JSON).")] = None,
@@ -133,7 +135,7 @@ def plan(
                 precision = "fp32" if wanted[0].hardware.device == "cpu" else "bf16"
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
-            tokens = parse_generate(generate) if generate is not None else None
+            tokens = parse_generate(generate, cache)
             others = (microbatches, picture, report, trace, times)
             if tokens is not None and any(each is not None for each in others):
                 raise AutoparError(
@@ -148,7 +150,8 @@ def plan(
             if as_json:
                 print(json.dumps(cli_output.generation_data(phases, files), indent=1))
             else:
-                small = f"{cli_output.next_command(model, phases.decode, strategy)} --generate 2x8x4"
+                stored = f" --cache {cache}" if cache else ""
+                small = f"{cli_output.next_command(model, phases.decode, strategy)} --generate 2x8x4{stored}"
                 cli_output.print_generation(phases, files, small)
             return
         with errors(1):
@@ -258,6 +261,7 @@ def verify(
     dropout: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Every dropout probability.")] = None,
     microbatches: Microbatches = None,
     generate: Generate = None,
+    cache: Cache = None,
     hardware: HardwareName = "h100",
     layers: Layers = None,
     tiny: Tiny = False,
@@ -267,7 +271,7 @@ def verify(
     with Steps() as steps:
         with errors(2):
             wanted = read_mesh(mesh, hardware), read_strategy(strategy, mesh, hardware)
-            tokens = parse_generate(generate) if generate is not None else None
+            tokens = parse_generate(generate, cache)
             loaded = load_model(steps, model, batch, tiny, layers, "cpu", dropout)
         import torch
 

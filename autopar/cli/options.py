@@ -45,6 +45,9 @@ Generate = Annotated[
         help="Plan generate(): sequences x tokens of the prompt (/ those of a chunk) x new tokens, 8x2048x512.",
     ),
 ]
+Cache = Annotated[
+    str | None, typer.Option("--cache", help="How generate() stores keys and values: fp8, int8, int4. Default: as is.")
+]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")]

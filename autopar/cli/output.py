@@ -209,7 +209,7 @@ def _pipeline_data(plan: Plan) -> dict[str, Any] | None:
 
 def proof_data(proof: Proof, plan: Plan) -> dict[str, Any]:
     """A proof as `--json` prints it."""
-    names = ("ok", "mesh", "scaled_down", "dtype", "dropout", "num_collectives", "rtol")
+    names = ("ok", "mesh", "scaled_down", "dtype", "dropout", "num_collectives", "rtol", "notes")
     return {
         **{name: getattr(proof, name) for name in names},
         "model": plan.title,

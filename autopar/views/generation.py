@@ -78,5 +78,6 @@ def _header(data: Mapping[str, Any]) -> Table:
     table.add_row(
         "rate", f"{format_count(rate)} tokens/s, {format_count(each)} a device; {format_time(data['total_s'])} in all"
     )
-    table.add_row("cache", f"{format_bytes(data['cache_bytes'])} a rank ({data['cache_bytes']} bytes)")
+    stored = f", keys and values in {asked['cache']}" if asked.get("cache") else ""
+    table.add_row("cache", f"{format_bytes(data['cache_bytes'])} a rank ({data['cache_bytes']} bytes){stored}")
     return table

@@ -1,9 +1,11 @@
 """Prove plans of `generate()`, prompt and tokens, of tiny models of many kinds; a dated page under benchmarks/results.
 
-    python benchmarks/proofs/generations.py [--models llama,mamba] [--strategies tensor,auto] [--json FILE] [--write]
+    python benchmarks/proofs/generations.py [--models llama,mamba] [--strategies tensor,auto] [--cache int8]
+        [--json FILE] [--write]
 
 A cell is what `GenerationPlan.verify` proves on two simulated ranks: transformers' loop over the generated programs,
-its tokens given, beside the eager model on the whole sequence without a cache: logits of every step, in float64.
+its tokens given, beside the eager model on the whole sequence without a cache: logits of every step, in float64. With
+`--cache` keys and values are stored as codes, and what that changes is beside the error.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import autopar
+from autopar.base.codes import STORAGES
 from autopar.base.errors import AutoparError
 from benchmarks import pages
 
@@ -51,6 +54,7 @@ class Row:
     found: str
     error: float
     cpu_s: float
+    said: str = ""
 
 
 def made(name: str, entry: dict[str, Any], common: dict[str, Any]) -> Any:
@@ -62,17 +66,19 @@ def made(name: str, entry: dict[str, Any], common: dict[str, Any]) -> Any:
     return getattr(transformers, entry["model"])(getattr(transformers, entry["class"])(**config)).double().eval()
 
 
-def cell(name: str, model: Any, strategy: str) -> Row:
+def cell(name: str, model: Any, strategy: str, cache: str | None) -> Row:
     """Plan and prove."""
     start = time.process_time()
     sizes, asked = STRATEGIES[strategy]
     try:
-        plan = autopar.plan_generation(model, autopar.Mesh(sizes), WANTED, strategy=asked)
+        plan = autopar.plan_generation(model, autopar.Mesh(sizes), replace(WANTED, cache=cache), strategy=asked)
         proof = plan.verify()
     except AutoparError as error:
         return Row(name, strategy, f"refused: {str(error).splitlines()[0][:160]}", 0.0, time.process_time() - start)
     worst = max(each.error for each in proof.comparisons)
-    return Row(name, strategy, "ok" if proof.ok else "NOT EQUAL", worst, time.process_time() - start)
+    return Row(
+        name, strategy, "ok" if proof.ok else "NOT EQUAL", worst, time.process_time() - start, "; ".join(proof.notes)
+    )
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -84,6 +90,9 @@ def page(rows: Sequence[Row]) -> str:
     def text(row: Row | None) -> str:
         if row is None:
             return ""
+        if row.said:
+            notes.append(f"{row.model}, {row.strategy}: {row.said}")
+            return f"{row.found} {row.error:.0e} [{len(notes)}]"
         if not row.found.startswith("refused"):
             return f"{row.found} {row.error:.0e}"
         notes.append(f"{row.model}, {row.strategy}: {row.found}")
@@ -107,7 +116,9 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    options = pages.of_cells(__doc__, STRATEGIES).parse_args()
+    parser = pages.of_cells(__doc__, STRATEGIES)
+    parser.add_argument("--cache", choices=list(STORAGES), help="how keys and values are stored")
+    options = parser.parse_args()
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     entries, common = table["model"], table["sizes"]
     names = options.models.split(",") if options.models else list(entries)
@@ -118,7 +129,7 @@ def main() -> int:
             if any(row.model == name and row.strategy == strategy for row in rows):
                 continue
             model = made(name, entries[name], common) if model is None else model
-            rows.append(cell(name, model, strategy))
+            rows.append(cell(name, model, strategy, options.cache))
             print(rows[-1], flush=True)
             pages.keep(options.json, rows[-1])
     print(page(rows))

@@ -167,15 +167,35 @@ def _with_images() -> tuple[Any, dict[str, Tensor]]:
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
 
 
+def stored(strategy: str | None, cache: str) -> dict[str, list[list[int]]]:
+    """The tokens of every case where keys and values are stored as codes, in float64. strategy None: on one process,
+    with a cache of transformers' that rounds.
+    """
+    from tests.unit.test_stored_caches import rounded_cache
+
+    model, prompt = model_and_prompt("qwen2")
+    model = model.double()
+    if strategy is not None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        model = autopar.compile(model, mesh, strategy=strategy, cache=cache)
+    found = {}
+    for name, options in CASES.items():
+        torch.manual_seed(7)
+        kept = {} if strategy is not None else {"past_key_values": rounded_cache(model, cache)}
+        given = {"max_new_tokens": 5, "pad_token_id": 0, **options, **kept}
+        found[name] = model.generate(**prompt, **given).tolist()
+    return found
+
+
 def planned_before(
-    strategy: str, sizes: Mapping[str, int] = MappingProxyType({"x": 2})
+    strategy: str, sizes: Mapping[str, int] = MappingProxyType({"x": 2}), cache: str | None = None
 ) -> tuple[list[list[list[int]]], int, int, int]:
     """Tokens of three calls that were planned for, how many programs there are, and bytes of the cache: predicted of
     the rank that has most, and of the tensors here.
     """
     model, prompt = model_and_prompt("qwen2")
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    wanted = autopar.Generation(batch=4, prompt=7, new_tokens=12, padded=True)
+    wanted = autopar.Generation(batch=4, prompt=7, new_tokens=12, padded=True, cache=cache)
     compiled: Any = autopar.compile(model, mesh, strategy=strategy, generate=wanted)
     tokens = [compiled.generate(**prompt, max_new_tokens=count, pad_token_id=0).tolist() for count in (3, 8, 12)]
     done = compiled.generate(**prompt, max_new_tokens=2, pad_token_id=0, return_dict_in_generate=True)

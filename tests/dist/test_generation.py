@@ -75,6 +75,22 @@ def test_caches_are_taken_up_again(strategy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "cache"), [("tensor", "int8"), ("auto", "fp8"), ("ddp", "int4")])
+def test_a_cache_of_codes_gives_the_tokens_of_one_that_rounds(strategy: str, cache: str) -> None:
+    """A scale of another head, row, beam or rank, or codes that are gathered as something else: other tokens than
+    transformers' on one process. A rank keeps what is predicted, to the byte.
+    """
+    want = generation.stored(None, cache)
+    for found in launch(generation.stored, 2, strategy, cache, timeout_s=240.0):
+        assert found == want
+    for _, programs, predicted, held in launch(
+        generation.planned_before, 2, strategy, {"x": 2}, cache, timeout_s=240.0
+    ):
+        assert programs == 2
+        assert held == predicted
+
+
+@pytest.mark.slow
 def test_drafts_change_no_token() -> None:
     """Breaks if positions of drafts that were not taken are read, or a later token is written behind them."""
     want = generation.with_drafts(None)

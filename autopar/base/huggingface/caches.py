@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts
+from autopar.base.huggingface.layout import KINDS, Layout
 from autopar.base.huggingface.reuse import fitting, needed
 
 NAMES = ("past_key_values", "cache_params")
@@ -139,7 +140,6 @@ def new_cache(
     Raises:
         AutoparError: layers that keep what is no state, or keys that cannot be stored so.
     """
-    from autopar.base.huggingface.layout import Layout
     from autopar.base.huggingface.states import StateCache, StatePairCache, states_across, states_of_layer
 
     known = _known.setdefault(model, {})
@@ -174,8 +174,6 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
     """
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
     from transformers.modeling_outputs import BaseModelOutput
-
-    from autopar.base.huggingface.layout import KINDS
 
     name = name_of(model)
     if name is None:

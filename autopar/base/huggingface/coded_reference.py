@@ -82,7 +82,7 @@ class Rounding:
 
 
 def numbers_of(storage: str, codes: Tensor) -> Tensor:
-    """What codes stand for, before scales, in float64; a byte of int4 is two: low nibbles are the first half of a row."""
+    """What codes stand for, before scales, in float64; low nibbles of int4 are the first half of a row."""
     if storage == "int8":
         return codes.double()
     table = torch.tensor(_BYTES[storage], dtype=torch.float64)

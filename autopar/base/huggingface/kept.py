@@ -1,6 +1,6 @@
-"""What a layer of attention keeps of its keys, or of its values: as they are, or as codes with scales (`base/codes.py`),
-one scale a head and token. Both are written with the token, and read by multiplying, so that what attention sees of a
-token does not depend on whether it came in the prompt.
+"""What a layer of attention keeps of its keys, or of its values: as they are, or as codes with scales
+(`base/codes.py`), one scale a head and token. Both are written with the token, and read by multiplying, so that what
+attention sees of a token does not depend on whether it came in the prompt.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from autopar.base.huggingface.kept import Kept
 from autopar.base.huggingface.layout import KINDS, STORED, Layout, Part
 from autopar.base.torch_compat.tracing import register_container
 
+
 class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     """Keys and values [batch, heads, length, dim]."""
 

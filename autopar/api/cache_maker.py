@@ -1,0 +1,44 @@
+"""The caches of a compiled model's `generate()`: how long they are, and how keys and values are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.codes import check_storage
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface.caches import new_cache
+from autopar.planner.generation import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMaker:
+    """Makes caches. planned: what was planned for, if anything. storage: of keys and values (`base/codes.py`)."""
+
+    planned: Generation | None
+    storage: str | None
+
+    def __call__(self, model: nn.Module, batch: int, length: int, device: torch.device, encoded: Tensor | None) -> Any:
+        """See `caches.new_cache`; of the length that was planned, where that is more."""
+        if self.planned is not None:
+            length = max(length, self.planned.positions(behind_encoder=encoded is not None))
+        return new_cache(model, batch, length, device, encoded, self.storage)
+
+
+def maker(planned: Generation | None, storage: str | None) -> CacheMaker:
+    """Of what a user asked for.
+
+    Raises:
+        AutoparError: a storage that is none, or two.
+    """
+    check_storage(storage, "a cache")
+    asked = None if planned is None else planned.cache
+    if asked is not None and storage is not None and asked != storage:
+        raise AutoparError(
+            f"the cache is to be stored as {storage!r}, and planned as {asked!r}",
+            remedy="say it once, in compile(cache=…) or in Generation(cache=…)",
+        )
+    return CacheMaker(planned, storage or asked)
