@@ -17,6 +17,8 @@ from autopar.machine.links import Link
 
 # What an operator is, as far as its speed goes. A "view" moves nothing and costs nothing.
 OP_CLASSES = ("matmul", "convolution", "attention", "attention_backward", "elementwise", "reduction", "gather", "view")
+PRODUCTS = ("matmul", "convolution", "attention", "attention_backward")
+"""Those that compute in narrow formats where a device has them."""
 
 FUSED_KERNELS = ("rms_norm", "rotary")
 """What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out."""
@@ -135,7 +137,7 @@ class Hardware:
         with the clock: power goes as frequency · voltage², and voltage as frequency, so the clock as the cube root of
         the power. What waits for memory does not slow down.
         """
-        if op_class not in ("matmul", "convolution", "attention", "attention_backward"):
+        if op_class not in PRODUCTS:
             return 1.0
         clock = 1.0
         if self.power_w is not None and self.power_limit_w is not None:
@@ -159,13 +161,15 @@ class Hardware:
         return peak
 
     def flops_per_s(self, dtype: object, op_class: str) -> float:
-        """FLOP/s that a large operator of this class and dtype (a torch dtype, or its name) reaches.
+        """FLOP/s that a large operator of this class and dtype (a torch dtype, or its name) reaches. Floats of eight
+        bits are only read and written by what is no product, which computes in 32.
 
         Raises AutoparError where the device has no such format, and ValueError for an unknown class.
         """
         if op_class not in OP_CLASSES:
             raise ValueError(f"op_class {op_class!r} is none of {', '.join(OP_CLASSES)}")
-        peak = self.peak_flops_per_s(dtype)
+        narrow = self.format_of(dtype) == "fp8" and op_class not in PRODUCTS
+        peak = self.peak_flops_per_s("float32" if narrow else dtype)
         if op_class == "matmul" and (curve := self.matmul.get(self.format_of(dtype))) is not None:
             return peak * curve.efficiency
         return peak * self.efficiency[op_class]

@@ -103,6 +103,14 @@ def test_flops_by_dtype(dtype: object) -> None:
     assert h100.flops_per_s(dtype, "elementwise") == h100.peak_flops["bf16"] * h100.efficiency["elementwise"]
 
 
+def test_codes_of_a_byte_are_read_on_any_device() -> None:
+    """Breaks if a cast from fp8 asks for a peak that only products have."""
+    cpu = profiles.load("cpu")
+    assert cpu.flops_per_s(torch.float8_e4m3fn, "elementwise") == cpu.flops_per_s(torch.float32, "elementwise")
+    with pytest.raises(AutoparError, match="float8_e4m3fn has no peak"):
+        cpu.flops_per_s(torch.float8_e4m3fn, "matmul")
+
+
 def test_a_format_that_the_device_lacks() -> None:
     """Breaks if fp8 on an A100 is silently priced as another format."""
     with pytest.raises(AutoparError, match="float8_e4m3fn has no peak FLOP/s in the hardware profile a100"):

@@ -50,7 +50,7 @@ class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
         return self.kept[0].read()
 
     @keys.setter
-    def keys(self, value: Any) -> None:
+    def keys(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         assert value is None, "keys are written by update()"
 
     @property
@@ -58,7 +58,7 @@ class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
         return self.kept[1].read()
 
     @values.setter
-    def values(self, value: Any) -> None:
+    def values(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         assert value is None, "values are written by update()"
 
     def reorder_cache(self, beam_idx: Any) -> None:
