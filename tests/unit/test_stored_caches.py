@@ -16,6 +16,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches
 from autopar.base.huggingface.coded_reference import Rounding, numbers_of
 from autopar.base.huggingface.layout import Layout
+from autopar.base.huggingface.reuse import fitting, position_dims
 from autopar.base.huggingface.states import StateCache
 from autopar.base.torch_compat import tracing
 from autopar.cli.input import parse_generate
@@ -142,6 +143,20 @@ def test_a_token_is_the_same_in_the_prompt_and_alone(storage: str) -> None:
         assert not have[:, :, 6:].any()
     whole.reorder_cache(torch.tensor([1, 0]))
     torch.testing.assert_close(whole.layers[0].keys[:, :, :6], plainly(storage, keys).flip(0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_codes_are_taken_up_again(storage: str) -> None:
+    """Breaks if a cache that is made longer or repeated has its codes without their scales, or counts for positions."""
+    keys, values = torch.randn(2, 1, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cache = caches.new_cache(_model("llama"), 1, 4, torch.device("cpu"), storage=storage)
+    cache.update(keys, values, 0)
+    assert position_dims(cache) == [2, 2, 2, 2, None] * 2
+    again = fitting(cache, 2, 6)
+    read = again.update(keys.repeat(2, 1, 1, 1), values.repeat(2, 1, 1, 1), 0)
+    for have, want in zip(read, (keys, values), strict=True):
+        expected = plainly(storage, want).repeat(2, 1, 2, 1)
+        torch.testing.assert_close(have, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -72,7 +72,8 @@ def position_dims(cache: Any) -> list[int | None]:
     for layout in cache.layouts():
         if layout.kind in ("linear", "hybrid"):
             found += [None for part in layout.parts for has in (part.window is not None, part.recurs) if has]
-        found += OF_KIND[layout.kind]
+        dims = OF_KIND[layout.kind]
+        found += dims if layout.storage is None else (*dims[:1] * 2, *dims[1:2] * 2, *dims[2:])  # codes and scales
     return found
 
 
