@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.base.codes import check_storage
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.caches import new_cache
-from autopar.planner.generation import Generation
+from autopar.planner.generation import Generation, whole_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,13 @@ class CacheMaker:
     planned: Generation | None
     storage: str | None
 
-    def __call__(self, model: nn.Module, batch: int, length: int, device: torch.device, encoded: Tensor | None) -> Any:
-        """See `caches.new_cache`; of the length that was planned, where that is more."""
+    def __call__(
+        self, model: nn.Module, ways: int, batch: int, length: int, device: torch.device, encoded: Tensor | None
+    ) -> Any:
+        """See `caches.new_cache`; of the length that was planned, where that is more, and of `ways` equal pieces."""
         if self.planned is not None:
             length = max(length, self.planned.positions(behind_encoder=encoded is not None))
-        return new_cache(model, batch, length, device, encoded, self.storage)
+        return new_cache(model, batch, whole_pieces(length, ways), device, encoded, self.storage)
 
 
 def maker(planned: Generation | None, storage: str | None) -> CacheMaker:

@@ -40,7 +40,7 @@ from autopar.base.huggingface.generation import (
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.decide import decide
-from autopar.planner.generation import Generation, ways_of, whole_pieces
+from autopar.planner.generation import Generation, ways_of
 from autopar.strategies.context import ways_of_cache
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
@@ -89,21 +89,6 @@ def ways_for(plan: Plan | None, strategy: Strategy, mesh: Mesh) -> int:
         AutoparError: a strategy that the mesh cannot have.
     """
     return ways_of(strategy, mesh) if plan is None else ways_of_cache(plan.strategies, plan.stage_mesh)
-
-
-def made_cache(
-    blueprint: nn.Module,
-    planned: Generation | None,
-    ways: int,
-    batch: int,
-    length: int,
-    device: torch.device,
-    encoded: Tensor | None,
-) -> Any:
-    """See `caches.new_cache`; of the length that was planned, where that is more, and of so many equal pieces."""
-    if planned is not None:
-        length = max(length, planned.positions(behind_encoder=encoded is not None))
-    return caches.new_cache(blueprint, batch, whole_pieces(length, ways), device, encoded)
 
 
 def plan_generation(
