@@ -22,14 +22,7 @@ from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
 from autopar.api.cache_maker import maker
 from autopar.api.following import Following, numbers_of
-from autopar.api.generation import (
-    Generation,
-    GenerationPlan,
-    may_choose,
-    phase_inputs,
-    planned,
-    ways_for,
-)
+from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned, ways_for
 from autopar.api.lengths import Padding
 from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
