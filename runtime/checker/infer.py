@@ -20,9 +20,9 @@ from autopar.ir.choices import Choice, axis_choices
 from autopar.ir.forms import form_of, summed_over
 from autopar.ir.op_call import OpCall, flatten_results
 from autopar.ir.rule import Rule
-from autopar.ir.sharding import PARTIAL, Shard
-from autopar.ir.terms import Form, Term, Terms, short
-from autopar.runtime.checker.part import MOST_CALLS, ExchangeCall, LocalCall, RingCall
+from autopar.ir.sharding import PARTIAL, Shard, Sharding
+from autopar.ir.terms import ZERO, Form, Term, Terms, short
+from autopar.runtime.checker.part import MOST_CALLS, ExchangeCall, Given, LocalCall, RingCall, Way
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.types import Axes, Said, Typed, ordered
 
@@ -36,6 +36,13 @@ class Operand(NamedTuple):
     typed: Typed
     source: Typed
     dim: int | None = None
+
+
+class Lying(NamedTuple):
+    """What an operand may be of wholes of one shape, and as what it is taken where it lies in each way."""
+
+    given: Given
+    operands: Mapping[Sharding, Sequence[Operand]]
 
 
 class Reading(NamedTuple):
@@ -217,7 +224,9 @@ class Inference:
         return known[term]
 
     def _is_planned(self, term: Term) -> bool:
-        return short(self.actual(term)) in self._steps
+        """Whether it is the value of something that was planned. That zeros were planned says not which these are."""
+        own = self.actual(term)
+        return own != ZERO and short(own) in self._steps
 
     def _as_read(self, operand: Operand, terms: Mapping[Typed, Sequence[Term]]) -> Sequence[Term]:
         found = terms[operand.source]
@@ -239,12 +248,13 @@ class Inference:
         plain = [[Operand(each, each) for each in dict.fromkeys(types)] for types, _ in said]
         lie = [_terms_of(each) for each in said] if hinted else None
         if lie is not None and (whole := own.as_whole(said)) is not None:
-            chosen = tuple(each for (each,) in plain)
-            made = [None if x is None else self.axes.said_whole(x.shape)[0][0] for x in whole.results]
-            read = [None if each is None else Reading(each, form_of(whole, index), chosen)
-                    for index, each in enumerate(made)]  # fmt: skip
+            way = (
+                tuple(each.typed.sharding for (each,) in plain),
+                tuple(None if x is None else self.axes.said_whole(x.shape)[0][0] for x in whole.results),
+            )
+            read = self._read(whole, [way], [one for each in plain for one in _by_shape(each)])
             if self._meets(own, read, lie):
-                return tuple(None if each is None else (each,) for each in read), False
+                return tuple(tuple(each) or None for each in read), False
         found, is_whole = self._of_types(own, plain, lie)
         if found is None:
             summed = [[*types, *_summed(x, types)] for x, types in zip(operands, plain, strict=True)]
@@ -258,69 +268,83 @@ class Inference:
         """lie: the operands' terms, where a whole call that was planned ends the search."""
         local = own.shapes
         found: list[dict[Reading, None]] = [{} for _ in local]
+        given = [_by_shape(each) for each in types]
         if lie is not None:
-            for chosen in _chosen(types):
-                for rule, whole, results in own.parts_of_asked([each.typed for each in chosen]):
-                    if all(each is not None or shape is None for each, shape in zip(results, local, strict=True)):
-                        return self._all_of(own, rule, whole, types, chosen), True
-        for chosen in _chosen(types):
-            for rule, whole, results in own.parts_of([each.typed for each in chosen]):
-                read = self._read(whole, results, chosen)
+            zeros: list[dict[Reading, None]] = [{} for _ in local]
+            for chosen in _chosen(given):
+                for whole, ways in own.parts_of_asked([each.given for each in chosen]):
+                    read = self._read(whole, ways, chosen) if ways else []
+                    if not read or any(shape is not None and not x for shape, x in zip(local, read, strict=True)):
+                        continue
+                    if not self._is_zero(read, lie):
+                        return tuple(tuple(each) or None for each in read), True
+                    for into, each in zip(zeros, read, strict=True):
+                        into.update(each)
+            if any(zeros):
+                return tuple(tuple(each) or None for each in zeros), True
+        for chosen in _chosen(given):
+            for whole, ways in own.parts_of([each.given for each in chosen]):
+                if not ways:
+                    continue
+                read = self._read(whole, ways, chosen)
                 for into, each in zip(found, read, strict=True):
-                    if each is not None:
-                        into[each] = None
+                    into.update(each)
                 if lie is not None and self._meets(own, read, lie):
-                    return self._all_of(own, rule, whole, types, chosen), False
+                    return tuple(tuple(each) or None for each in read), False
         if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
             return None, True
         return tuple(None if s is None else tuple(known) for s, known in zip(local, found, strict=True)), True
 
-    def _read(
-        self, whole: OpCall, results: Sequence[Typed | None], chosen: tuple[Operand, ...]
-    ) -> list[Reading | None]:
-        return [None if x is None else Reading(x, form_of(whole, i), chosen) for i, x in enumerate(results)]
+    def _read(self, whole: OpCall, ways: Sequence[Way], chosen: Sequence[Lying]) -> list[dict[Reading, None]]:
+        """Of each result what it is in every way in which a call is a part of one whole call: of which axis its rows
+        are, may be seen later.
+        """
+        found: list[dict[Reading, None]] = [{} for _ in whole.results]
+        for shardings, results in ways:
+            typed_results = enumerate(zip(found, results, strict=True))
+            made = [(into, typed, form_of(whole, index)) for index, (into, typed) in typed_results if typed is not None]
+            lying = [each.operands[sharding] for each, sharding in zip(chosen, shardings, strict=True)]
+            for operands in product(*lying):
+                for into, typed, form in made:
+                    into[Reading(typed, form, operands)] = None
+        return found
 
-    def _all_of(
-        self, own: LocalCall, rule: Rule, whole: OpCall, types: Sequence[Sequence[Operand]],
-        chosen: tuple[Operand, ...],
-    ) -> Readings:  # fmt: skip
-        """In every way in which a call is a part of one whole call: of which axis its rows are, may be seen later."""
-        if all(len(each) == 1 for each in types):
-            ways = own.parts_of_one(rule, whole, [each.typed for each in chosen])
-            if len(ways) == 1:
-                read = self._read(whole, ways[0], chosen)
-                return tuple(None if each is None else (each,) for each in read)
-        found: list[dict[Reading, None]] = [{} for _ in own.shapes]
-        alike = [[each for each in given if each.typed.shape == one.typed.shape] for given, one in zip(types, chosen)]
-        for each in _chosen(alike):
-            for results in own.parts_of_one(rule, whole, [operand.typed for operand in each]):
-                for into, reading in zip(found, self._read(whole, results, each), strict=True):
-                    if reading is not None:
-                        into[reading] = None
-        return tuple(tuple(known) or None for known in found)
+    def _is_zero(self, read: Sequence[Iterable[Reading]], lie: Sequence[Mapping[Typed, Sequence[Term]]]) -> bool:
+        """Whether all that a call gives is zero: of which whole it is a part, no term tells."""
+        return all(self.actual(term) == ZERO for each in read for one in each for term in self._typed((one,), lie)[1])
 
     def _meets(
-        self, own: LocalCall, read: Sequence[Reading | None], lie: Sequence[Mapping[Typed, Sequence[Term]]]
+        self, own: LocalCall, read: Sequence[Iterable[Reading]], lie: Sequence[Mapping[Typed, Sequence[Term]]]
     ) -> bool:
         """Whether every result is something, and one of them something that was planned."""
-        if any(shape is not None and each is None for shape, each in zip(own.shapes, read, strict=True)):
+        if any(shape is not None and not each for shape, each in zip(own.shapes, read, strict=True)):
             return False
-        return any(self._is_planned(term) for each in read if each is not None for term in self._typed((each,), lie)[1])
+        return any(self._is_planned(term) for each in read for one in each for term in self._typed((one,), lie)[1])
 
 
 _PLAIN = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
-def _chosen(types: Sequence[Sequence[Operand]]) -> Iterator[tuple[Operand, ...]]:
-    """As what the operands are taken, together. Where these are too many to try (a `cat` of many numbers), operands
-    that may be the same things are taken for the same.
+def _by_shape(operands: Iterable[Operand]) -> list[Lying]:
+    """As what an operand is taken, by the shape of the whole: how that lies is asked of all of one shape at once."""
+    found: dict[tuple[int, ...], dict[Sharding, list[Operand]]] = {}
+    for each in operands:
+        found.setdefault(each.typed.shape, {}).setdefault(each.typed.sharding, []).append(each)
+    return [Lying(Given(shape, tuple(own)), own) for shape, own in found.items()]
+
+
+def _chosen(given: Sequence[Sequence[Lying]]) -> Iterator[tuple[Lying, ...]]:
+    """Of what shape the operands are taken to be, together. Where these are too many to try (a `cat` of many numbers),
+    operands that may be the same things are taken for the same.
     """
-    if prod(map(len, types)) <= MOST_CALLS:
-        yield from product(*types)
+    if prod(map(len, given)) <= MOST_CALLS:
+        yield from product(*given)
         return
-    kinds = list(dict.fromkeys(map(tuple, types)))
-    for each in islice(product(*kinds), MOST_CALLS):
-        yield tuple(each[kinds.index(tuple(own))] for own in types)
+    kinds = [tuple([each.given for each in own]) for own in given]
+    apart = list(dict.fromkeys(kinds))
+    places = [apart.index(kind) for kind in kinds]
+    for each in islice(product(*[range(len(kind)) for kind in apart]), MOST_CALLS):
+        yield tuple([own[each[place]] for own, place in zip(given, places, strict=True)])
 
 
 def _alone(readings: Readings) -> tuple[tuple[tuple[Typed, ...], Form] | None, ...] | None:

@@ -9,12 +9,12 @@ passed (`arguments.py`). Its results are then pieces, or terms, of the whole res
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from torch import Tensor
 from autopar.base.errors import AutoparError
 from autopar.ir.choices import Choice, axis_choices, localize, shardings
 from autopar.ir.op_call import OpCall, TensorSpec, map_tensors, name_of, spec_of
-from autopar.ir.rule import ArgPath, Rule
-from autopar.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard, Sharding
+from autopar.ir.rule import ArgPath, Dims, Rule
+from autopar.ir.sharding import PARTIAL, REPLICATE, Placement, Shard, Sharding
 from autopar.operators.rules.attention_cost import visits
 from autopar.operators.rules.lookup import calls_on, is_written, rule_for
 from autopar.runtime.checker.arguments import alike, at, differs, put, without_places
@@ -32,6 +32,7 @@ from autopar.runtime.checker.ranks import Places
 from autopar.runtime.checker.told import is_told
 from autopar.runtime.checker.types import Axes, Said, Typed
 
+Shape = tuple[int, ...]
 MOST_CALLS = 4096
 """Whole calls that are tried for one call on pieces."""
 
@@ -55,6 +56,17 @@ class ExchangeCall:
     kind: ClassVar[str] = "exchange"
 
 
+class Given(NamedTuple):
+    """What an operand may be of wholes of one shape: how it may lie."""
+
+    shape: Shape
+    shardings: tuple[Sharding, ...]
+
+
+Way = tuple[tuple[Sharding, ...], tuple[Typed | None, ...]]
+"""How operands lie where a call is a part of a whole one, and the types of its results then."""
+
+
 class LocalCall:
     """One call on local tensors, of these dtypes, of which these are the results.
 
@@ -76,7 +88,7 @@ class LocalCall:
         self._dtypes = dtypes
         self._regroups = any(word in name_of(target) for word in _REGROUPS)
         self._rule: tuple[Rule | None] | None = None
-        self._found: dict[Any, tuple[OpCall, tuple[tuple[Typed | None, ...], ...]]] = {}
+        self._found: dict[Any, tuple[OpCall, tuple[Way, ...]]] = {}
 
     def as_whole(self, said: Sequence[Said]) -> OpCall | None:
         """The call itself, where all that it is given is whole on every rank, and no rank is told anything else."""
@@ -87,63 +99,65 @@ class LocalCall:
             return None
         return OpCall(self.target, *_specs(self.args, self.kwargs, None), self._results)
 
-    def parts_of_asked(self, types: Sequence[Typed]) -> Iterator[tuple[Rule, OpCall, tuple[Typed | None, ...]]]:
+    def parts_of_asked(self, given: Sequence[Given]) -> Iterator[tuple[OpCall, tuple[Way, ...]]]:
         """As `parts_of`, of the whole calls on such operands that somebody asked a rule for: a search begins there."""
-        specs = [TensorSpec(typed.shape, dtype) for typed, dtype in zip(types, self._dtypes, strict=True)]
+        specs = [TensorSpec(each.shape, dtype) for each, dtype in zip(given, self._dtypes, strict=True)]
         for whole, rule in calls_on(self.target, specs):
             numbers = len(whole.args), len(whole.results)
             if numbers == (len(self.args), len(self.shapes)) and whole.kwargs.keys() == self.kwargs.keys():
-                for part in self.parts_of_one(rule, whole, types):
-                    yield rule, whole, part
+                yield whole, self.parts_of_one(rule, whole, given)
 
-    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[Rule, OpCall, tuple[Typed | None, ...]]]:
-        """Each whole call, of operands of these types, that it is a part of, its rule, and the types of its results:
-        with the arguments as they are; then, where some are sizes, with those of the whole.
+    def parts_of(self, given: Sequence[Given]) -> Iterator[tuple[OpCall, tuple[Way, ...]]]:
+        """Each whole call, of operands of these shapes, that it may be a part of, and in which ways it is: with the
+        arguments as they are; then, where some are sizes, with those of the whole.
         """
-        rule, whole_call = self._whole(self.args, self.kwargs, types)
+        shapes = [each.shape for each in given]
+        rule, whole_call = self._whole(self.args, self.kwargs, shapes)
         if rule is not None and whole_call is not None:
-            for part in self.parts_of_one(rule, whole_call, types):
-                yield rule, whole_call, part
+            yield whole_call, self.parts_of_one(rule, whole_call, given)
         if rule is not None and not (rule.shape_args or rule.size_args or self._takes_sizes()):
             return
         if self._rule is None:
             own = _specs(self.args, self.kwargs, None)
             self._rule = (rule_of(OpCall(self.target, *own, self._results)),)
         rules = [rule, *self._rule]
-        for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):
-            rule, whole_call = self._whole(args, kwargs, types)
+        for args, kwargs in islice(self._grown_calls(rules, shapes), MOST_CALLS):
+            rule, whole_call = self._whole(args, kwargs, shapes)
             if rule is not None and whole_call is not None:
-                for part in self.parts_of_one(rule, whole_call, types):
-                    yield rule, whole_call, part
+                yield whole_call, self.parts_of_one(rule, whole_call, given)
 
-    def _whole(self, args: Any, kwargs: Any, types: Sequence[Typed]) -> tuple[Rule | None, OpCall | None]:
-        if self._regroups and not _are_as_many(types[0].shape, args[1] if len(args) > 1 else None):
+    def _whole(self, args: Any, kwargs: Any, shapes: Sequence[Shape]) -> tuple[Rule | None, OpCall | None]:
+        if self._regroups and not _are_as_many(shapes[0], args[1] if len(args) > 1 else None):
             return None, None
-        whole = executed(self.target, *_specs(args, kwargs, types))
+        whole = executed(self.target, *_specs(args, kwargs, shapes))
         return (None, None) if whole is None else (rule_of(whole), whole)
 
     def _takes_sizes(self) -> bool:
         return _has_sizes(self.args) or any(map(_has_sizes, self.kwargs.values()))
 
-    def parts_of_one(self, rule: Rule, whole: OpCall, types: Sequence[Typed]) -> tuple[tuple[Typed | None, ...], ...]:
-        """The types of its results, in each way in which it is a part of this whole call."""
-        key = id(whole), tuple(types)
+    def parts_of_one(self, rule: Rule, whole: OpCall, given: Sequence[Given]) -> tuple[Way, ...]:
+        """In which ways it is a part of this whole call."""
+        key = id(whole), tuple(given)
         known = self._found.get(key)
         if known is None:
-            known = self._found[key] = whole, tuple(self._parts_of_one(rule, whole, types))
+            known = self._found[key] = whole, tuple(self._parts_of_one(rule, whole, given))
         return known[1]
 
-    def _parts_of_one(self, rule: Rule, whole: OpCall, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
+    def _parts_of_one(self, rule: Rule, whole: OpCall, given: Sequence[Given]) -> Iterator[Way]:
         if not self._may_fit(whole):
             return
-        for choices in self._choices(rule, types):
+        may_lie = [frozenset(each.shardings) for each in given]
+        for choices in self._choices(rule, whole, given):
             lie = shardings(rule, choices, self.axes.sizes)
-            if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
+            if lie is None or not all(own in each for own, each in zip(lie[0], may_lie, strict=True)):
                 continue
-            if not self._passes(rule, whole, choices) or not self._is_told(whole, types, lie[1]):
+            if not self._passes(rule, whole, choices):
+                continue
+            operands = [Typed(each.shape, own) for each, own in zip(given, lie[0], strict=True)]
+            if not self._is_told(whole, operands, lie[1]):
                 continue
             if (results := self._fitting(whole, lie[1])) is not None:
-                yield results
+                yield lie[0], results
 
     def _may_fit(self, whole: OpCall) -> bool:
         """Whether the results are as long as even pieces of the whole ones may be: asked before how they would lie."""
@@ -162,25 +176,40 @@ class LocalCall:
     def _is_told(self, whole: OpCall, types: Sequence[Typed], results: Sequence[Sharding | None]) -> bool:
         return is_told(whole, types, results, lambda name: self._own(whole.path(name)), self.axes)
 
-    def _choices(self, rule: Rule, types: Sequence[Typed]) -> Iterator[tuple[Choice, ...]]:
-        """What each axis may do to it, where its operands lie so."""
-        if len(rule.operands) != len(types):
+    def _choices(self, rule: Rule, whole: OpCall, given: Sequence[Given]) -> Iterator[tuple[Choice, ...]]:
+        """What each axis may do to it, where its operands lie so, and its results may be pieces of that size."""
+        if len(rule.operands) != len(given):
             return
         in_stripes, stripes, zigzags = False, dict[str, set[int]](), dict[str, set[int]]()
         if self.stripes:  # some operand lies in some
-            stripes, zigzags = _stripes(rule, types)
+            stripes, zigzags = _stripes(rule, given)
             for name in _made_of_one(rule):  # alike all along: in whatever stripes what it meets lies in
                 stripes[name] = {outer for outer, zigzag in self.stripes if not zigzag}
                 zigzags[name] = {outer for outer, zigzag in self.stripes if zigzag}
             in_stripes = any(stripes.values()) or any(zigzags.values())
         ways: list[list[Choice]] = []
         for axis, size in enumerate(self.axes.sizes):
-            wanted = [each.sharding[axis] for each in types]
+            wanted = [{each[axis] for each in operand.shardings} for operand in given]
             allowed = axis_choices(rule, size, stripes, zigzags) if in_stripes else self.ways(rule, size)
             kind = self.ring.kind if self.ring is not None and self.ring.axis == axis else None
             own = [way for way in allowed if (way.kind == kind if kind else not way.splits_two)]
             ways.append([way for way in own if _may_be(rule, way, wanted)])
-        yield from islice(product(*ways), MOST_CALLS)
+        yield from islice(self._of_pieces(rule, whole, ways), MOST_CALLS)
+
+    def _of_pieces(self, rule: Rule, whole: OpCall, ways: Sequence[Sequence[Choice]]) -> Iterator[tuple[Choice, ...]]:
+        """One way of each axis, together: those under which the pieces of results have the sizes that were made."""
+        if prod(map(len, ways)) == 1 or any(way.splits_two for each in ways for way in each):
+            yield from product(*ways)
+            return
+        parts = {
+            (index, dim): size // own
+            for index, (shape, spec) in enumerate(zip(self.shapes, whole.results, strict=True))
+            if shape is not None and spec is not None and rule.results[index] is not None
+            for dim, (own, size) in enumerate(zip(shape, spec.shape, strict=True))
+            if own
+        }
+        splits = {way: _splits(rule, way, parts) for way in dict.fromkeys(chain.from_iterable(ways))}
+        yield from _as_many_pieces(parts, ways, splits, self.axes.sizes)
 
     def _fitting(self, whole: OpCall, lie: Sequence[Sharding | None]) -> tuple[Typed | None, ...] | None:
         """The types of the results, where the pieces have the sizes that were made."""
@@ -234,7 +263,7 @@ class LocalCall:
         return True
 
     def _grown_calls(
-        self, rules: Iterable[Rule | None], types: Sequence[Typed]
+        self, rules: Iterable[Rule | None], shapes: Sequence[Shape]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Arguments with sizes of the whole. rules: which say what arguments are sizes."""
         split = [axis for axis, size in enumerate(self.axes.sizes) if size > 1]
@@ -246,7 +275,7 @@ class LocalCall:
             assert shape is not None
             grown = self._grown(shape, split)
             if self._regroups:
-                grown = (each for each in grown if prod(each) == prod(types[0].shape))
+                grown = (each for each in grown if prod(each) == prod(shapes[0]))
             ways.append([(path, list(each)) for each in grown])
         for path in sized:
             value = at(self.args, self.kwargs, path)
@@ -295,13 +324,13 @@ def rule_of(call: OpCall) -> Rule | None:
 
 
 def _specs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], types: Sequence[Typed] | None
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Sequence[Shape] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[TensorSpec, ...]]:
-    """Arguments with specs in place of tensors, and the specs. types: of the wholes that the tensors are parts of."""
+    """Arguments with specs in place of tensors, and the specs. shapes: of the wholes that the tensors are parts of."""
     found: list[TensorSpec] = []
 
     def spec(x: Tensor) -> TensorSpec:
-        shape = tuple(x.shape) if types is None else types[len(found)].shape
+        shape = tuple(x.shape) if shapes is None else shapes[len(found)]
         found.append(TensorSpec(shape, x.dtype))
         return found[-1]
 
@@ -320,23 +349,52 @@ def _has_sizes(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
-def _may_be(rule: Rule, choice: Choice, wanted: Sequence[Placement]) -> bool:
-    """Whether operands can lie so under the choice, stripes apart: most choices are out before shapes are asked."""
+def _may_be(rule: Rule, choice: Choice, wanted: Sequence[Collection[Placement]]) -> bool:
+    """Whether each operand can lie in one of these ways under the choice, stripes apart: most choices are out before
+    shapes are asked.
+    """
     if choice.kind == "none":
-        return all(isinstance(each, Replicate) for each in wanted)
+        return all(REPLICATE in each for each in wanted)
     if choice.kind == "linear":
         assert choice.group is not None
         group = rule.linear[choice.group]
-        return all(
-            each == Partial("sum") if index in group else isinstance(each, Replicate)
-            for index, each in enumerate(wanted)
-        )
+        return all((PARTIAL if index in group else REPLICATE) in each for index, each in enumerate(wanted))
     for index, each in enumerate(wanted):
-        if isinstance(each, Partial) or _dim_split(rule, choice, index) != (
-            each.dim if isinstance(each, Shard) else None
-        ):
+        dim = _dim_split(rule, choice, index)
+        if REPLICATE not in each if dim is None else not any(isinstance(p, Shard) and p.dim == dim for p in each):
             return False
     return True
+
+
+def _splits(rule: Rule, choice: Choice, parts: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
+    """The dims of results, by their place, that the choice splits."""
+    if choice.factor is None:
+        return []
+    found = []
+    for index, dims in enumerate(rule.results):
+        dim = None if dims is None else _dim_of(dims, choice.factor)
+        if dim is not None and (index, dim) in parts:
+            found.append((index, dim))
+    return found
+
+
+def _as_many_pieces(
+    parts: Mapping[tuple[int, int], int], ways: Sequence[Sequence[Choice]],
+    splits: Mapping[Choice, Sequence[tuple[int, int]]], sizes: Sequence[int],
+) -> Iterator[tuple[Choice, ...]]:  # fmt: skip
+    """One way of each axis, by which dims are split in as many parts as `parts` says. splits: the dims that a way
+    splits. sizes: of the axes.
+    """
+    if not ways:
+        if all(number == 1 for number in parts.values()):
+            yield ()
+        return
+    for way in ways[0]:
+        if any(parts[dim] % sizes[0] for dim in splits[way]):
+            continue
+        left = {**parts, **{dim: parts[dim] // sizes[0] for dim in splits[way]}} if splits[way] else parts
+        for others in _as_many_pieces(left, ways[1:], splits, sizes[1:]):
+            yield way, *others
 
 
 def _dim_split(rule: Rule, choice: Choice, index: int) -> int | None:
@@ -345,10 +403,18 @@ def _dim_split(rule: Rule, choice: Choice, index: int) -> int | None:
     assert factor is not None
     if choice.splits_two and rule.pair is not None and index in rule.pair.travelling:
         factor = rule.pair.key
+    return _dim_of(rule.operands[index], factor)
+
+
+def _dim_of(dims: Dims, factor: str) -> int | None:
+    """The dim that walks a factor, or a product of factors."""
     if not factor.startswith("("):
-        return next((at for at, dim in enumerate(rule.operands[index]) if factor in dim), None)
-    first = factor.strip("()").split()
-    return next((at for at, dim in enumerate(rule.operands[index]) if set(first) <= set(dim)), None)
+        return next((at for at, dim in enumerate(dims) if factor in dim), None)
+    names = tuple(factor.strip("()").split())
+    for place, dim in enumerate(dims):
+        if any(dim[first : first + len(names)] == names for first in range(len(dim))):
+            return place
+    return None
 
 
 def _piece(whole: Sequence[int], sharding: Sharding, sizes: Sequence[int]) -> tuple[int, ...] | None:
@@ -363,12 +429,12 @@ def _piece(whole: Sequence[int], sharding: Sharding, sizes: Sequence[int]) -> tu
     return tuple(local)
 
 
-def _stripes(rule: Rule, types: Sequence[Typed]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+def _stripes(rule: Rule, given: Sequence[Given]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
     """In how many stripes each factor may be split, as far as the operands lie in stripes; and zigzag."""
     outers: dict[str, set[int]] = {}
     zigzags: dict[str, set[int]] = {}
-    for dims, each in zip(rule.operands, types, strict=True):
-        for placement in each.sharding:
+    for dims, each in zip(rule.operands, given, strict=True):
+        for placement in dict.fromkeys(chain.from_iterable(each.shardings)):
             if isinstance(placement, Shard) and placement.outer > 1 and placement.dim < len(dims):
                 into = zigzags if placement.zigzag else outers
                 divisors = {by for by in range(2, placement.outer + 1) if placement.outer % by == 0}
