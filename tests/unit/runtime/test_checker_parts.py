@@ -11,6 +11,8 @@ from torch import Tensor
 from autopar.base.errors import AutoparError
 from autopar.ir.sharding import PARTIAL, REPLICATE, Placement, Shard
 from autopar.ir.terms import ZERO, leaf, short
+from autopar.operators.rules.lookup import rules_for
+from autopar.runtime.checker.on_meta import executed
 from autopar.runtime.checker.types import Axes, Typed, bare, give
 from autopar.runtime.checker.typing_mode import TypedOperators, Typing
 
@@ -58,14 +60,16 @@ def test_zeros_are_a_part_of_any_zeros(steps: tuple[int, ...]) -> None:
         assert Typed((8, 8, 4), BATCH) in bare(typing.axes.of(made))
 
 
-def test_zeros_that_were_asked_for_are_not_all() -> None:
-    """Breaks if zeros of a whole that somebody asked a rule for are taken for the only ones: it may be another's."""
-    typing, quiet = typing_on("dp,tp", (ZERO,)), typing_on("dp,tp")
-    other = given((3, 5), ((6, 5), (Shard(0), REPLICATE)))
-    quiet.typed(ATEN.add.Tensor, (other, zeros(quiet, 3, 5)), {})  # asks for zeros of 6 × 5
-    rows = given((3, 5), ((3, 10), (REPLICATE, Shard(1))))
-    made = typing.typed(ATEN.mul.Tensor, (rows, zeros(typing, 3, 5)), {})
-    assert Typed((3, 10), (REPLICATE, Shard(1))) in bare(typing.axes.of(made))
+def test_zeros_are_a_part_of_all_zeros_that_were_asked_for() -> None:
+    """Breaks if only the zeros of the first call that a rule was asked for are followed: they may be another's."""
+    named = {"dtype": torch.float32}
+    calls = [executed(ATEN.zeros.default, ([*shape],), named, ()) for shape in ((6, 5), (3, 10))]
+    rules_for([call for call in calls if call is not None])
+    typing = typing_on("dp,tp", (ZERO,))
+    for whole, dim in (((6, 5), 0), ((3, 10), 1)):
+        rows = given((3, 5), (whole, (REPLICATE, Shard(dim))))
+        made = typing.typed(ATEN.mul.Tensor, (rows, zeros(typing, 3, 5)), {})
+        assert Typed(whole, (REPLICATE, Shard(dim))) in bare(typing.axes.of(made))
 
 
 def test_what_lies_in_many_ways_beside_what_lies_in_two() -> None:
@@ -102,3 +106,12 @@ def test_what_does_not_fit_zeros_is_refused_all_the_same() -> None:
     one = given((2, 8), ((2, 8), (REPLICATE, REPLICATE, REPLICATE)))
     with pytest.raises(AutoparError, match="no part of one whole"):
         typing.typed(ATEN.add.Tensor, (term, typing.typed(ATEN.mul.Tensor, (one, zeros(typing, 2, 8) + 1), {})), {})
+
+
+def test_a_row_that_is_a_value_or_a_term_of_the_sum() -> None:
+    """Breaks if what a call on rows was found to be, before these were taken for terms, is remembered for terms."""
+    typing = typing_on("tp")
+    row = given((1, 3), ((1, 3), (REPLICATE,)), ((2, 3), (Shard(0),)))
+    term = given((1, 3), ((1, 3), (PARTIAL,)))
+    made = typing.typed(ATEN.add.Tensor, (row, term), {})
+    assert bare(typing.axes.of(made)) == {Typed((1, 3), (PARTIAL,))}
