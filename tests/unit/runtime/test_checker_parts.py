@@ -62,7 +62,7 @@ def test_zeros_are_a_part_of_any_zeros(steps: tuple[int, ...]) -> None:
 
 def test_zeros_are_a_part_of_all_zeros_that_were_asked_for() -> None:
     """Breaks if only the zeros of the first call that a rule was asked for are followed: they may be another's."""
-    named = {"dtype": torch.float32}
+    named = {"dtype": torch.float32, "device": "meta"}
     calls = [executed(ATEN.zeros.default, ([*shape],), named, ()) for shape in ((6, 5), (3, 10))]
     rules_for([call for call in calls if call is not None])
     typing = typing_on("dp,tp", (ZERO,))
