@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autopar.planner.generation import Generation
     from autopar.planner.search.cluster import Cluster
     from autopar.runtime.checkpoint.run import resume_or_start
+    from autopar.runtime.serving.serve import Request, Served
     from autopar.runtime.watch.watching import Watch, watch
     from autopar.strategies.names import pin
 
@@ -33,8 +34,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError", "Cluster", "Generation", "GenerationPlan", "Mesh", "Partial", "Plan", "Proof", "Replicate",
-    "SearchResult", "Shard", "Watch", "__version__", "backend", "compile", "expert_imbalance", "load_checkpoint", "pin",
-    "pipeline", "plan", "plan_generation", "resume_or_start", "search", "strategies", "watch",
+    "Request", "SearchResult", "Served", "Shard", "Watch", "__version__", "backend", "compile", "expert_imbalance",
+    "load_checkpoint", "pin", "pipeline", "plan", "plan_generation", "resume_or_start", "search", "strategies", "watch",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -47,6 +48,7 @@ _MODULE_OF_NAME = {
     "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
     "expert_imbalance": "autopar.machine.imbalance",
     "resume_or_start": "autopar.runtime.checkpoint.run",
+    "Request": "autopar.runtime.serving.serve", "Served": "autopar.runtime.serving.serve",
     "Watch": "autopar.runtime.watch.watching", "watch": "autopar.runtime.watch.watching",
 }  # fmt: skip
 _SUBMODULES = ("pipeline", "strategies")

@@ -45,8 +45,15 @@ def pad(x: DTensor, input: Any, pad: Sequence[int], mode: str = "constant", valu
     return _held(local, x, dims[0], local.shape[dims[0]])
 
 
+def roll(x: DTensor, input: Any, shifts: Any, dims: Any = None) -> DTensor | None:
+    """As of torch, in pieces; None where an axis splits the dim, or there are several."""
+    if type(dims) is not int or _ranks_along(x, dims) != 1:
+        return None
+    return _held(local_tensor(x).roll(shifts, dims), x, dims, x.shape[dims])
+
+
 BY_NAME: dict[str, Callable[..., DTensor | None]] = {
-    "index_select": index_select, "repeat_interleave": repeat_interleave, "pad": pad
+    "index_select": index_select, "repeat_interleave": repeat_interleave, "pad": pad, "roll": roll
 }  # fmt: skip
 """Functions of torch -> what they give of pieces: (pieces, their arguments)."""
 

@@ -110,7 +110,7 @@ def _best(x: DTensor, dim: int, count: int) -> tuple[Tensor, Tensor, int] | None
     dim %= x.ndim
     if not any(type(each) is Shard and each.dim == dim for each in x.placements):
         return None
-    sizes, own = _pieces(x, dim)
+    sizes, own = pieces_along(x, dim)
     local, have = local_tensor(x).detach().movedim(dim, -1), min(count, sizes[own])
     if count == 1 and have:  # `topk` leaves open which of equal values it takes
         places = local.argmax(-1, keepdim=True)
@@ -137,7 +137,7 @@ def _best(x: DTensor, dim: int, count: int) -> tuple[Tensor, Tensor, int] | None
     return values.to(x.dtype).movedim(-1, dim), places.long().movedim(-1, dim), dim
 
 
-def _pieces(x: DTensor, dim: int) -> tuple[list[int], int]:
+def pieces_along(x: DTensor, dim: int) -> tuple[list[int], int]:
     """The sizes of all pieces along a dim, in order, and which is this rank's; it is cut as `torch.chunk` cuts, axis by
     axis.
     """

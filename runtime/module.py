@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import has_adapters
 from autopar.base.huggingface.caches import generating
+from autopar.base.huggingface.masks import spelled_out
 from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import forget_ended_groups, read_reduced_numbers
 from autopar.base.trace import Recorded
@@ -38,6 +39,7 @@ from autopar.runtime.hooks import for_pieces, keep_hooks
 from autopar.runtime.placements import as_parameter
 from autopar.runtime.refused import check_has_logits
 from autopar.runtime.seen_whole import SeenWhole, Term
+from autopar.runtime.serving.serve import Asked, Served, serve
 from autopar.runtime.uncompiled import uncompiled
 from autopar.runtime.writes import take_writes
 
@@ -64,6 +66,24 @@ class CompiledModule(nn.Module):
             AutoparError: the output has no loss.
         """
         return self.autopar.train(lambda: self(*args, **batch))
+
+    def serve(
+        self, requests: Iterable[Any], *, slots: int = 8, max_new_tokens: int = 128, length: int | None = None,
+        chunk: int | None = None, eos_token_id: int | list[int] | None = None,
+    ) -> Iterator[Served]:  # fmt: skip
+        """Generate for requests that come and go over `slots` rows: each gets the greedy tokens of its own
+        `generate()`, and is yielded when it is done. First come, first served. Collective: the same on every rank.
+
+        Args:
+            requests: prompts (token ids), or `autopar.Request`s with a number of new tokens of their own; a list, or
+                anything that gives the next one when a slot is free.
+            length: tokens of a prompt and what is made of it that a slot has room for; None: of the longest of a list.
+            chunk: tokens of prompts that go through the model between two tokens of all slots.
+
+        Raises:
+            AutoparError: a model in which rows depend on each other, an empty prompt, one that has no room.
+        """
+        return serve(self, self.autopar, requests, Asked(slots, max_new_tokens, length, chunk, eos_token_id))
 
     def plan_ahead(self, *batches: Mapping[str, Any] | Sequence[Any] | Tensor) -> None:
         """Plan for batches of these shapes now, and write and check their programs: no step waits for it. Collective.
@@ -423,6 +443,7 @@ def _compiled_class(original: Any) -> type[Any]:
         namespace["_prepare_cache_for_generation"] = generating(
             original._prepare_cache_for_generation, make, without, chunk
         )
+        namespace["create_masks_for_generate"] = staticmethod(spelled_out(original))
     if hasattr(original, "resize_token_embeddings"):
 
         @wraps(original.resize_token_embeddings)

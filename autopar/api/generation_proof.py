@@ -120,7 +120,8 @@ class _Run:
         """One forward: the program of the phase, on all ranks."""
         token = len(self.logits) - self.chunks + 1
         phase = "decode" if token > 0 else "prefill"
-        kind = (phase, caches.layouts_among(given))
+        shapes = tuple((path, x.shape) for path, x in tracing.tree_leaves_with_path(given) if isinstance(x, Tensor))
+        kind = (phase, caches.layouts_among(given), shapes)
         if kind not in self.programs:
             with only(self.dtype):
                 found = self.phases[phase]

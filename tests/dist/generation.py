@@ -205,14 +205,20 @@ def planned_before(
     return tokens, len(compiled.autopar._programs), compiled.generation_plan.cache_bytes, held
 
 
+def long_prompt(prompt: dict[str, Tensor], *, padded: bool) -> dict[str, Tensor]:
+    """Prompts of 12 tokens."""
+    found = {name: value.repeat(1, 2)[:, :12] for name, value in prompt.items()}
+    return found if padded else {**found, "attention_mask": torch.ones_like(found["attention_mask"])}
+
+
 def in_chunks(strategy: str) -> tuple[list[list[list[int]]], int, list[list[int]]]:
     """Tokens of calls whose prompt was planned in chunks, how many programs there are, and tokens of a call with other
     chunks, the last of which is shorter.
     """
     model, prompt = model_and_prompt("qwen2")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    prompt = {name: value.repeat(1, 2)[:, :12] for name, value in prompt.items()}
-    wanted = autopar.Generation(batch=4, prompt=12, new_tokens=5, padded=True, chunk=4)
+    prompt = long_prompt(prompt, padded=strategy == "tensor")
+    wanted = autopar.Generation(batch=4, prompt=12, new_tokens=5, padded=strategy == "tensor", chunk=4)
     compiled: Any = autopar.compile(model, mesh, strategy=strategy, generate=wanted)
     fixed: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
     tokens = [compiled.generate(**prompt, max_new_tokens=count, **fixed).tolist() for count in (3, 5)]

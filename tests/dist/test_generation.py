@@ -53,7 +53,7 @@ def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
 def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
     """Breaks if a chunk is not what was planned for, or reads otherwise than the whole prompt would."""
     model, prompt = generation.model_and_prompt("qwen2")
-    prompt = {name: value.repeat(1, 2)[:, :12] for name, value in prompt.items()}
+    prompt = generation.long_prompt(prompt, padded=strategy == "tensor")
     fixed: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
     want = [model.generate(**prompt, max_new_tokens=count, **fixed).tolist() for count in (3, 5)]
     for tokens, programs, other in launch(generation.in_chunks, 2, strategy, timeout_s=240.0):

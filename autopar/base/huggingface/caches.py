@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts
 from autopar.base.huggingface.layout import KINDS, Layout
+from autopar.base.huggingface.masks import SPELLED_OUT
 from autopar.base.huggingface.reuse import fitting, needed
 
 NAMES = ("past_key_values", "cache_params")
@@ -262,6 +263,8 @@ def generating(
         else:
             length = needed(model_kwargs, length, config.max_new_tokens)
             model_kwargs[name] = fitting(model_kwargs[name], rows, length)
+        if config.prefill_chunk_size is not None:
+            setattr(model_kwargs[name], SPELLED_OUT, True)
         if mode.value == "assisted_generation":
             check_forgets(model_kwargs[name])
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.caches import NAMES, Maker, called_without_data, generating, name_of
+from autopar.base.huggingface.masks import spelled_out
 
 Answer = Callable[[dict[str, Any]], Any]
 """The keyword arguments of one call of forward -> what forward returns."""
@@ -57,6 +58,7 @@ def driven(
         "forward": functools.wraps(kind.forward)(forward),
         "device": property(lambda self: torch.device("cpu")),
         "_prepare_cache_for_generation": generating(kind._prepare_cache_for_generation, make_cache),
+        "create_masks_for_generate": staticmethod(spelled_out(kind)),
     }
     if has_encoder(model):
         stand_in = encoder(kind.get_encoder(model))

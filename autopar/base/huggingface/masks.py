@@ -6,9 +6,10 @@ export it makes one in any case, which is causal even where the module's attenti
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +59,44 @@ def as_in_eager() -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(module, name, function)
+
+
+SPELLED_OUT = "_autopar_masks_are_spelled_out"
+"""An attribute of a cache: whether a prompt that is read into it has a mask even where attention could be told that it
+is causal, as it can of the first tokens alone. So all chunks of a prompt are of one kind.
+"""
+_SKIPPED = {
+    "full_attention": "create_causal_mask", "sliding_attention": "create_sliding_window_causal_mask",
+    "chunked_attention": "create_chunked_causal_mask",
+}  # fmt: skip
+
+
+def spelled_out(model: type) -> Callable[..., Any]:
+    """`create_masks_for_generate` of a class of transformers, with the masks that it leaves out where a cache asks for
+    them (`SPELLED_OUT`).
+    """
+    module = importlib.import_module("transformers.masking_utils")
+    original = getattr(model, "create_masks_for_generate", module.create_masks_for_generate)
+
+    def create(
+        config: Any, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        found = original(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
+        if not getattr(past_key_values, SPELLED_OUT, False):
+            return found
+
+        def made(pattern: str) -> Any:
+            given = {"position_ids": kwargs.get("position_ids"), "block_sequence_ids": kwargs.get("block_sequence_ids")}
+            return getattr(module, _SKIPPED[pattern])(
+                config.get_text_config(), inputs_embeds, attention_mask, past_key_values, allow_is_causal_skip=False,
+                **{name: x for name, x in given.items() if x is not None},
+            )  # fmt: skip
+
+        if isinstance(found, dict):
+            return {name: made(name) if x is None and name in _SKIPPED else x for name, x in found.items()}
+        return made("full_attention") if found is None else found
+
+    return create
 
 
 def _follow_each_other(rows: Tensor) -> bool:

@@ -326,7 +326,8 @@ class StateCache(Cache):  # type: ignore[misc, unused-ignore]
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         states = [change(x) if x.dim() else x for x in self.states()]
-        self.layers: list[Any] = StateCache(self.layouts(), states).layers
+        changed: Any = StateCache(self.layouts(), states)
+        self.layers = changed.layers
 
     def after(self, states: Iterable[Tensor]) -> StateCache:
         """As a forward leaves it, of other tensors."""

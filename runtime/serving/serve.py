@@ -1,0 +1,274 @@
+"""The loop over requests: a chunk of prompts, then a token for all slots, in turn. See the package's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import serving
+from autopar.base.huggingface.caches import NAMES, name_of
+from autopar.base.huggingface.reuse import places
+from autopar.runtime.engine import Engine
+from autopar.runtime.serving.rows import Move, moved, put, row_pieces
+from autopar.runtime.serving.schedule import Piece, Schedule, Work
+
+CHUNK = 256
+"""Tokens of a prompt in one call, where nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, token ids, and how many new ones at most."""
+
+    prompt: Sequence[int] | Tensor
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that is done. number: in the order in which requests came. tokens: the new ones, with the one that ends
+    the sequence. steps: the calls of forward between which it was under way, counted from the beginning.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    steps: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of `compiled.serve`; see there."""
+
+    slots: int
+    max_new_tokens: int
+    length: int | None
+    chunk: int | None
+    eos_token_id: int | list[int] | None
+
+
+def serve(model: nn.Module, engine: Engine, requests: Iterable[Any], asked: Asked) -> Iterator[Served]:
+    """See `CompiledModule.serve`."""
+    serving.check_serves(model)
+    known = [_work(*each, asked) for each in enumerate(requests)] if isinstance(requests, Sequence | Tensor) else None
+    works = iter(known) if known is not None else (_work(*each, asked) for each in zip(count(), requests, strict=False))
+    length = asked.length
+    if length is None:
+        if known is None:
+            raise AutoparError(
+                "how long sequences get is not known of requests that are still to come",
+                remedy="serve(requests, length=…): tokens of the longest prompt and of what is made of it",
+            )
+        longest = max((work.places for work in known), default=1)
+        length = longest + longest // 4  # the less is left over, the oftener all rows move
+    if min(asked.slots, length, asked.chunk or 1) < 1:
+        raise AutoparError("slots, length and chunk are 1 or more", values=f"{asked}")
+    return _Server(model, engine, works, asked, length, known).run()
+
+
+def _work(number: int, request: Any, asked: Asked) -> Work:
+    if not isinstance(request, Request):
+        request = Request(request, asked.max_new_tokens)
+    prompt = [int(token) for token in request.prompt]
+    if not prompt or request.max_new_tokens < 1:
+        raise AutoparError(
+            f"request {number} has nothing to do",
+            values=f"{len(prompt)} tokens, {request.max_new_tokens} new ones",
+            remedy="a prompt has a token at least, and so has what is made of it",
+        )
+    return Work(number, prompt, request.max_new_tokens)
+
+
+class _Server:
+    """slots: a cache of a row each, whose next token stands in column `column`. lanes: the cache of prompts; documents:
+    whose each of its columns is, [lanes, room].
+    """
+
+    def __init__(
+        self, model: nn.Module, engine: Engine, works: Iterator[Work], asked: Asked, length: int,
+        known: Sequence[Work] | None,
+    ) -> None:  # fmt: skip
+        self.model, self.engine, self.device = model, engine, engine.comm.device
+        self.num_slots, self.ends = asked.slots, serving.ends_of(model, asked.eos_token_id)
+        self.live: dict[int, Work] = {}
+        self.newest = [0] * self.num_slots
+        self.begun: dict[int, int] = {}
+        self.steps = self.column = self._written = 0
+        self.slots = self._empty_slots(length)
+        self.length = places(self.slots, length)
+        num_lanes = row_pieces(self.slots)
+        if self.num_slots % num_lanes:
+            raise AutoparError(
+                f"{self.num_slots} slots cannot lie in {num_lanes} pieces",
+                remedy=f"make their number a multiple of {num_lanes}",
+            )
+        self.packs = serving.packs(model, self.slots, self.device)
+        longest = length if known is None else max((len(work.prompt) for work in known), default=1)
+        chunk = min(asked.chunk or engine.prefill_chunk or CHUNK, longest)
+        self.room = (-(-longest // chunk) + 1) * chunk
+        self.lanes: Any = None
+        self.documents = torch.full((num_lanes, self.room), -1)
+        # Alone, a prompt is a chunk of its own length.
+        packed = Schedule(self._checked(works), self.num_slots, num_lanes, chunk, self.room)
+        self.schedule = packed if self.packs else Schedule(self._checked(works), self.num_slots, 1, length, length)
+
+    def run(self) -> Iterator[Served]:
+        while self.live or not self.schedule.is_done():
+            with torch.no_grad():
+                done = [*self._read_prompts(), *self._make_tokens()]
+            for work in done:
+                prompt, tokens = tuple(work.prompt), tuple(work.tokens)
+                yield Served(work.number, prompt, tokens, (self.begun.pop(work.number), self.steps))
+
+    def _checked(self, works: Iterator[Work]) -> Iterator[Work]:
+        for work in works:
+            if work.places > self.length:
+                raise AutoparError(
+                    f"request {work.number} is longer than what a slot has room for",
+                    values=f"{len(work.prompt)} tokens and {work.limit} new ones, length={self.length}",
+                    remedy=f"serve(…, length={work.places}) or more",
+                )
+            yield work
+
+    @torch.no_grad()
+    def _empty_slots(self, length: int) -> Any:
+        """A cache that lies as the program of a token leaves it."""
+        fresh = self.engine.new_cache(self.num_slots, length, None)
+        self.slots = fresh.after(fresh.states())
+        self._call_slots()
+        self.slots.advance(-1)
+        self.steps = 0
+        return self.slots
+
+    def _call_slots(self) -> Tensor:
+        """A token for every slot, whether it is in use or not; the logits [slots, 1, words]."""
+        written = [self.live[slot].written if slot in self.live else 0 for slot in range(self.num_slots)]
+        positions = torch.tensor(written, device=self.device)[:, None]
+        columns = torch.arange(self.column + 1, device=self.device)
+        mask = (columns >= self.column - positions).long()
+        ids = torch.tensor(self.newest, device=self.device)[:, None]
+        return self._call(ids, mask, positions, self.slots, "slots", begins=False)
+
+    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, keep: str, **options: Any) -> Tensor:
+        inputs = serving.inputs_of(self.model, ids, cache, mask, positions, **options)
+        return self._run(inputs, keep)
+
+    def _run(self, inputs: dict[str, Any], keep: str) -> Tensor:
+        output = self.model(**inputs)
+        setattr(self, keep, output[name_of(self.model) or NAMES[0]])
+        self.steps += 1
+        logits: Tensor = output.logits
+        return logits
+
+    def _read_prompts(self) -> list[Work]:
+        """A chunk of prompts; the requests that are done with it."""
+        pieces = self.schedule.next_chunk()
+        for piece in pieces:
+            if not piece.start:
+                self.begun[piece.work.number] = self.steps
+        if not pieces:
+            return []
+        if not self.packs:
+            return [work for piece in pieces for work in self._read_alone(piece.work)]
+        first = self.schedule.cursor - self.schedule.chunk
+        found = self._read_chunk(pieces, first).tolist()
+        ending = [piece for piece in pieces if piece.ends]
+        done, moves = [], []
+        for place, piece in enumerate(ending):
+            work = piece.work
+            if self._is_done(work, found[piece.lane][place]):
+                done.append(work)
+            else:
+                moves.append((work, piece.lane, work.begin))
+        self._admit(moves)
+        return done
+
+    def _read_chunk(self, pieces: Sequence[Piece], first: int) -> Tensor:
+        """The tokens [lanes, slots] that follow the prompts which end in it, in their order."""
+        chunk, lanes = self.schedule.chunk, len(self.documents)
+        if not first:
+            self.documents.fill_(-1)
+            if self.lanes is None:
+                fresh = self.engine.new_cache(lanes, self.room, None)
+                self.room = places(fresh, self.room)
+                self.documents = torch.full((lanes, self.room), -1)
+                self.lanes = fresh.after(fresh.states())
+            else:
+                self.lanes.advance(-self._written)
+            self._written = 0
+        ids = torch.zeros(lanes, chunk, dtype=torch.long)
+        positions = torch.zeros(lanes, chunk, dtype=torch.long)
+        # What is no request's sees itself, so that nothing is of nothing.
+        own = self.documents[:, first : first + chunk]
+        own.copy_(-2 - torch.arange(chunk))
+        ends: list[int] = []
+        for piece in pieces:
+            where, last = (piece.lane, slice(piece.at, piece.at + piece.count)), piece.start + piece.count
+            ids[where] = torch.tensor(piece.work.prompt[piece.start : last])
+            positions[where] = torch.arange(piece.start, last)
+            own[where] = piece.work.number
+            if piece.ends:
+                ends.append(piece.at + piece.count - 1)
+        kept = torch.tensor(ends + [0] * (self.num_slots - len(ends)), device=self.device)
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        mask = torch.ones(lanes, first + chunk, dtype=torch.long, device=self.device)
+        inputs = serving.inputs_of(self.model, ids, self.lanes, mask, positions, begins=not first, kept=kept)
+        logits = self._run(serving.within_documents(inputs, self.documents, first), "lanes")
+        self._written += chunk
+        best = logits.argmax(-1)
+        return best if "logits_to_keep" in inputs else best[:, kept]
+
+    def _read_alone(self, work: Work) -> list[Work]:
+        """A prompt of its own length, the same in every lane."""
+        lanes = len(self.documents)
+        ids = torch.tensor(work.prompt, device=self.device).expand(lanes, -1).contiguous()
+        positions = torch.arange(ids.shape[1], device=self.device).expand(lanes, -1).contiguous()
+        cache = self.engine.new_cache(lanes, self.length, None)
+        found = self._call(ids, torch.ones_like(ids), positions, cache, "lanes", begins=True)
+        if self._is_done(work, int(found[:, -1].argmax(-1)[0])):
+            return [work]
+        self._admit([(work, work.slot * lanes // self.num_slots, 0)])
+        return []
+
+    def _admit(self, moves: Sequence[tuple[Work, int, int]]) -> None:
+        """Prompts that were read become rows of slots. moves: which, of which lane, from which column of it."""
+        if not moves:
+            return
+        for work, _, _ in moves:
+            self.live[work.slot] = work
+        self._make_room()
+        found = [Move(lane, begin, work.written, work.slot, self.column - work.written) for work, lane, begin in moves]
+        self.slots = put(self.slots, self.lanes, found)
+
+    def _make_room(self) -> None:
+        """Every row ends at the column of the next token, and begins in the first one or later."""
+        most = max(work.written for work in self.live.values())
+        if most > self.column or self.column >= self.length:
+            self.slots = moved(self.slots, most - self.column)
+            self.column = most
+
+    def _make_tokens(self) -> list[Work]:
+        """A token for every slot in use; the requests that are done with it."""
+        if not self.live:
+            return []
+        self._make_room()
+        found = self._call_slots()[:, -1].argmax(-1).tolist()
+        self.column += 1
+        works = list(self.live.values())
+        return [work for work in works if self._is_done(work, found[work.slot])]
+
+    def _is_done(self, work: Work, token: int) -> bool:
+        """Take a new token; whether it is the last one of the request, whose slot is free then."""
+        work.tokens.append(token)
+        self.newest[work.slot] = token
+        if token not in self.ends and len(work.tokens) < work.limit:
+            return False
+        self.live.pop(work.slot, None)
+        self.schedule.give_back(work)
+        return True
