@@ -204,9 +204,7 @@ class _Server:
             self._written = 0
         ids = torch.zeros(lanes, chunk, dtype=torch.long)
         positions = torch.zeros(lanes, chunk, dtype=torch.long)
-        # What is no request's sees itself, so that nothing is of nothing.
-        own = self.documents[:, first : first + chunk]
-        own.copy_(-2 - torch.arange(chunk))
+        own = self.documents[:, first : first + chunk]  # what is no request's sees others of its kind: it is never read
         ends: list[int] = []
         for piece in pieces:
             where, last = (piece.lane, slice(piece.at, piece.at + piece.count)), piece.start + piece.count

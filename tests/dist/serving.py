@@ -1,0 +1,69 @@
+"""What runs on each process of test_serving.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.base.errors import AutoparError
+from tests.dist.generation import model_and_prompt
+
+SIZES = {
+    "qwen2": ((3, 6), (11, 3), (1, 9), (7, 1), (5, 7), (9, 5), (2, 8), (14, 4), (4, 6)),
+    "lfm2": ((3, 6), (5, 3), (3, 9), (5, 1), (5, 7), (3, 4), (3, 5)),
+}
+"""Tokens of each prompt, and new ones."""
+ENDS = {"qwen2": 63, "lfm2": 77}
+"""A token that ends some of the sequences."""
+
+
+def requests(name: str) -> list[autopar.Request]:
+    generator = torch.Generator().manual_seed(2)
+    return [autopar.Request(torch.randint(5, 96, (size,), generator=generator), new) for size, new in SIZES[name]]
+
+
+def alone(name: str) -> list[tuple[int, ...]]:
+    """The new tokens of each request, by transformers on one process."""
+    model, _ = model_and_prompt(name)
+    found = []
+    for request in requests(name):
+        ids: Any = request.prompt
+        tokens = model.generate(
+            ids[None], max_new_tokens=request.max_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=ENDS[name],
+            attention_mask=torch.ones_like(ids[None]),
+        )  # fmt: skip
+        found.append(tuple(tokens[0, len(ids) :].tolist()))
+    return found
+
+
+def served(name: str, strategy: str) -> tuple[list[tuple[int, ...]], list[list[int]], int, str]:
+    """The new tokens of each request, the numbers of those that came at once in the order in which they began, how many
+    programs there are, and what is said of a request without room.
+    """
+    model, _ = model_and_prompt(name)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    compiled: Any = autopar.compile(model, mesh, strategy=strategy)
+    options: dict[str, Any] = {"slots": 4, "chunk": 4, "length": 18, "eos_token_id": ENDS[name]}
+    # From a list, and again of requests that come one by one, whose slots others had before.
+    found = list(compiled.serve(requests(name), **options))
+    programs = len(compiled.autopar._programs)
+
+    def coming() -> Iterator[autopar.Request]:
+        yield from requests(name)
+
+    again = list(compiled.serve(coming(), **options))
+    tokens = [each.tokens for each in sorted(found, key=lambda each: each.number)]
+    if tokens != [each.tokens for each in sorted(again, key=lambda each: each.number)]:
+        tokens = []
+    order = [
+        [each.number for each in sorted(run, key=lambda each: (each.steps[0], each.number))] for run in (found, again)
+    ]
+    try:
+        list(compiled.serve([[5] * 15], max_new_tokens=9, **options))
+    except AutoparError as error:
+        return tokens, order, programs, str(error)
+    return tokens, order, programs, ""

@@ -1,0 +1,24 @@
+"""Requests that come and go over slots, on real gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import serving
+from tests.dist.launch import launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), [("qwen2", "tensor"), ("qwen2", "ddp"), ("lfm2", "tensor")])
+def test_each_request_has_the_tokens_of_its_own_generate(name: str, strategy: str) -> None:
+    """Breaks if a request sees keys of the one that had its slot before or that stands before it in its lane, has
+    positions of another row, loses keys when rows move, is overtaken, or if slots need programs of their own.
+    """
+    want = serving.alone(name)
+    assert len({len(tokens) < new for tokens, (_, new) in zip(want, serving.SIZES[name], strict=True)}) == 2
+    for tokens, order, programs, said in launch(serving.served, 2, name, strategy, timeout_s=300.0):
+        assert tokens == want
+        assert order == [list(range(len(want)))] * 2
+        # A token of all slots, and a chunk of prompts; alone, prompts of each length.
+        assert programs == (2 if name == "qwen2" else 1 + len({size for size, _ in serving.SIZES[name]}))
+        assert "request 0 is longer than what a slot has room for" in said

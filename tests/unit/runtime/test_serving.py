@@ -1,0 +1,167 @@
+"""Requests that come and go: who is served when, and what is written into whose row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import serving
+from autopar.base.huggingface.masks import SPELLED_OUT
+from autopar.base.huggingface.states import Layout, Part, StateCache
+from autopar.runtime.serving import rows
+from autopar.runtime.serving.schedule import Piece, Schedule, Work
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), max_size=14),
+    lanes=st.integers(1, 3),
+    per_lane=st.integers(1, 3),
+    chunk=st.integers(1, 6),
+)
+def test_first_come_first_served(sizes: list[tuple[int, int]], lanes: int, per_lane: int, chunk: int) -> None:
+    """Breaks if a request overtakes another or never begins, if two share a slot or a column, if a token of a prompt is
+    left out or read twice, or if a prompt is on other ranks than its slot.
+    """
+    works = [Work(number, list(range(prompt)), limit) for number, (prompt, limit) in enumerate(sizes)]
+    room = (-(-9 // chunk) + 1) * chunk
+    schedule = Schedule(iter(works), lanes * per_lane, lanes, chunk, room)
+    begun: list[int] = []
+    live: dict[int, list[Any]] = {}
+    columns: dict[tuple[int, int], Work] = {}
+    ended: list[int] = []
+    for _ in range(1000):
+        if schedule.is_done() and not live:
+            break
+        if schedule.is_fresh:
+            columns = {}
+        pieces = schedule.next_chunk()
+        first = schedule.cursor - chunk
+        for piece in pieces:
+            work = piece.work
+            begun += [work.number] if not piece.start else []
+            assert piece.lane == work.slot // per_lane
+            assert first + piece.at == work.begin + piece.start
+            assert 0 <= piece.at <= piece.at + piece.count <= chunk
+            for column in range(work.begin + piece.start, work.begin + piece.start + piece.count):
+                assert (piece.lane, column) not in columns
+                assert column < room
+                columns[piece.lane, column] = work
+            if piece.ends:
+                assert work.slot not in live
+                live[work.slot] = [work, work.limit]
+        for slot, entry in list(live.items()):
+            entry[1] -= 1
+            if not entry[1]:
+                ended.append(entry[0].number)
+                del live[slot]
+                schedule.give_back(entry[0])
+    assert begun == list(range(len(works)))
+    assert sorted(ended) == begun
+    assert all(work.read == len(work.prompt) for work in works)
+
+
+def test_prompts_stand_behind_each_other() -> None:
+    """Breaks if a prompt waits for the next chunk though there is room in this one."""
+    works = [Work(number, [0] * size, 1) for number, size in enumerate((5, 6, 2))]
+    schedule = Schedule(iter(works), 4, 1, 8, 16)
+    assert schedule.next_chunk() == [Piece(works[0], 0, 0, 0, 5), Piece(works[1], 0, 5, 0, 3)]
+    assert schedule.next_chunk() == [Piece(works[1], 0, 0, 3, 3), Piece(works[2], 0, 3, 0, 2)]
+    assert schedule.is_done()
+    assert schedule.next_chunk() == []
+
+
+def _cache(num_rows: int, length: int) -> StateCache:
+    layouts = [Layout("attention"), Layout("hybrid", (Part(3, False, True),))]
+    keys = (num_rows, 2, length, 4)
+    states = [torch.rand(shape) for shape in (keys, keys, (num_rows, 5, 3), keys, keys)]
+    return StateCache(layouts, [*states[:2], torch.tensor(length - 1), *states[2:], torch.tensor(length - 1)])
+
+
+def test_a_prompt_becomes_a_row() -> None:
+    """Breaks if keys come from another row or column, go to another one, or other rows change."""
+    cache, source = _cache(4, 9), _cache(2, 6)
+    before = [x.clone() for x in cache.states()]
+    found = rows.put(cache, source, [rows.Move(row=1, begin=2, count=3, to_row=2, at=4)]).states()
+    for was, x, given_x in zip(before, found, source.states(), strict=True):
+        if not was.dim():
+            assert torch.equal(x, was)
+            continue
+        for row in (0, 1, 3):
+            assert torch.equal(x[row], was[row])
+        if was.dim() == 3:
+            assert torch.equal(x[2], given_x[1])
+            continue
+        assert torch.equal(x[2][:, 4:7], given_x[1][:, 2:5])
+        assert torch.equal(x[2][:, :4], was[2][:, :4])
+        assert torch.equal(x[2][:, 7:], was[2][:, 7:])
+
+
+@pytest.mark.parametrize("by", [-3, 2])
+def test_all_rows_move_along(by: int) -> None:
+    """Breaks if a column is lost that a row needs, or the next token is not written behind it."""
+    cache = _cache(2, 9)
+    found = rows.moved(cache, by)
+    for was, x in zip(cache.states(), found.states(), strict=True):
+        if not was.dim():
+            assert x == 8 + by
+        elif was.dim() == 3:
+            assert torch.equal(x, was)
+        else:
+            kept = slice(3, 9) if by < 0 else slice(0, 7)
+            assert torch.equal(x[:, :, slice(0, 6) if by < 0 else slice(2, 9)], was[:, :, kept])
+
+
+@pytest.mark.parametrize("is_float", [False, True])
+def test_a_document_sees_itself(is_float: bool) -> None:
+    """Breaks if a prompt sees the one before it in its row, or what stood there before, or if what is nobody's sees
+    nothing, which is not a number.
+    """
+    documents = torch.tensor([[7, 7, 8, 8, -2, -1]])
+    causal = torch.arange(6)[None, :] <= torch.arange(2, 5)[:, None]
+    mask = causal[None, None].expand(1, 1, 3, 6)
+    given_mask = torch.zeros(1, 1, 3, 6).masked_fill(~mask, torch.finfo(torch.float32).min) if is_float else mask
+    found = serving.within_documents({"attention_mask": {"full_attention": given_mask}}, documents, 2)
+    seen = found["attention_mask"]["full_attention"]
+    seen = (seen == 0) if is_float else seen
+    assert seen[0, 0].long().tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0]]
+
+
+def _model(**options: Any) -> Any:
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **options))
+
+
+def test_masks_are_spelled_out_where_a_cache_asks_for_them() -> None:
+    """Breaks if the first chunk of a prompt has no mask, or a mask of something else than the chunks behind it have."""
+    from autopar.base.huggingface import caches
+    from autopar.base.huggingface.masks import spelled_out
+
+    model = _model()
+    create: Any = spelled_out(type(model))
+    cache = caches.new_cache(model, 1, 5, torch.device("cpu"))
+    given_now: dict[str, Any] = {
+        "config": model.config, "inputs_embeds": torch.empty(1, 3, 0), "attention_mask": torch.ones(1, 3),
+        "past_key_values": cache,
+    }  # fmt: skip
+    assert create(**given_now) is None
+    setattr(cache, SPELLED_OUT, True)
+    assert create(**given_now)[0, 0].long().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+
+
+def test_what_cannot_be_served_is_told() -> None:
+    """Breaks if a model whose rows depend on each other serves requests with other tokens than alone."""
+    serving.check_serves(_model())
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(AutoparError, match="follows the longest sequence"):
+        serving.check_serves(_model(rope_parameters=dynamic))
+    with pytest.raises(AutoparError, match="cut by columns"):
+        serving.check_serves(_model(attention_chunk_size=4))
