@@ -25,7 +25,9 @@ request's own placement before a named strategy's, then the earlier one (`Tried.
 Then what a user could ask for by name, so that `auto` is never slower than a name; not where pins were given, which
 names do not know:
 
-5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is,
+5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is; of
+   those that differ in how parameters are kept alone, no other where what the first does with values takes longer than
+   the best step,
 6. what splits the sequence by name, where the least it could take is less than the best step, recomputing more where
    memory is what it lacks; if one wins, `auto` itself on what that one's program is prepared for (heads repeated,
    sequences dealt zigzag).
@@ -79,6 +81,12 @@ HOPELESS = 1.1
 """Of a pipeline, a named strategy whose objective is so many times that of `auto` is not lowered: what the objective
 leaves out (values that several read are moved once) is a few per cent.
 """
+BEYOND = 1.25
+"""Of named strategies that do the same with values, no other is placed where computing and moving them alone took the
+first so many times the best step: within such a family these seconds are the same but for a few per cent.
+"""
+OF_PARAMETERS = ("gather parameter", "reduce gradient")
+"""Why collectives run whose seconds depend on how parameters are kept."""
 PARTS = (1.0, 0.95, 0.9, 0.8)
 """Of the memory limit, what a named strategy under `auto` is placed within, until the step that is walked fits."""
 
@@ -263,8 +271,15 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
     the bound is that one's.
     """
     own = tried.best
+    values = dict[tuple[str, ...], float]()
     for strategies in named_candidates(programs.asked, mixture=has_experts(programs.traced)):
-        yield from _as_named(programs, strategies, modes, tried)
+        family = _family(strategies)
+        if values.get(family, 0.0) > BEYOND * tried.step_s:
+            logger.info("%s cannot win by how it keeps parameters", [each.name for each in strategies])
+            continue
+        free = yield from _as_named(programs, strategies, modes, tried)
+        if free is not None:
+            values[family] = min(values.get(family, math.inf), values_s(free))
     if own is None or tried.best is None or tried.best[0].placed_by is None:
         return
     mode = tried.best[0].rematerialize
@@ -275,19 +290,23 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
 
 def _as_named(
     programs: Programs, strategies: tuple[AxisStrategy, ...], modes: Sequence[Mode], tried: Tried
-) -> Iterator[Attempt]:
-    """What a user would get of these strategies, lowered as `auto`: a saved plan is lowered from what was asked."""
+) -> Attempts:
+    """What a user would get of these strategies, lowered as `auto`: a saved plan is lowered from what was asked. Returns
+    what the first mode that was tried gives with all the memory there is.
+    """
     limit = programs.asked.memory_limit_bytes
+    first: PlanRecord | None = None
     for mode in modes:
         if programs.least_s(mode) >= tried.step_s:
-            return
+            return first
         alike = programs.layouts(mode, strategies)
         attempt = replace(programs.asked, rematerialize=mode, placed_by=strategies, alike=alike, explain=False)
         before = tried.step_s
         yield replace(attempt, memory_limit_bytes=None)
         free = tried.last
+        first = first or free
         if free is None or limit is None or free.cost.step_time_s >= before:
-            return  # the next mode computes more
+            return first  # the next mode computes more
         yield replace(attempt, checks_limit=True)
         for part in PARTS if tried.last is None and mode == modes[-1] else ():
             yield replace(attempt, placement_limit=part)
@@ -295,7 +314,19 @@ def _as_named(
             if not walked:
                 break
         if tried.last is not None or free.cost.memory.peak - free.cost.memory.activations > limit:
-            return  # what is stored does not fit, whatever is recomputed
+            return first  # what is stored does not fit, whatever is recomputed
+    return first
+
+
+def _family(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the axes do to values, and to experts; strategies that differ in how parameters are kept have the same."""
+    return (*_splits(strategies), *(each.experts for each in strategies))
+
+
+def values_s(plan: PlanRecord) -> float:
+    """Seconds of computing and of moving values; neither what parameters and gradients take, nor the update."""
+    moved_s = sum(row.seconds for row in plan.collectives if row.why not in OF_PARAMETERS)
+    return plan.cost.compute_s + moved_s
 
 
 def _names_staged(programs: Programs, tried: Tried) -> Iterator[Attempt]:
@@ -343,7 +374,7 @@ def _splits(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
 
 def waited_for(plan: PlanRecord) -> float:
     """Seconds of gathers and reductions that nothing hides."""
-    parameters_s = sum(row.seconds for row in plan.collectives if row.why in ("gather parameter", "reduce gradient"))
+    parameters_s = sum(row.seconds for row in plan.collectives if row.why in OF_PARAMETERS)
     return max(0.0, parameters_s - plan.cost.hidden_s)
 
 

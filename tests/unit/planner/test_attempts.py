@@ -14,7 +14,7 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
 from autopar.planner import attempts as module
-from autopar.planner.attempts import PARTS, TIGHTER, Tried, attempts, named, tighter, tried_for
+from autopar.planner.attempts import BEYOND, PARTS, TIGHTER, Tried, attempts, named, tighter, tried_for
 from autopar.strategies.names import Strategy, resolve
 from autopar.strategies.request import Attempt
 
@@ -22,12 +22,22 @@ MESH = Mesh({"dp": 2, "tp": 2}, hardware="h100")
 LIMIT = 100.0
 
 
-def plan(step_s: float, peak: float = 10.0, *, prefetch: bool = True, price: float = 0.0, waited_s: float = 0.0) -> Any:
+def plan(
+    step_s: float,
+    peak: float = 10.0,
+    *,
+    prefetch: bool = True,
+    price: float = 0.0,
+    waited_s: float = 0.0,
+    compute_s: float = 0.0,
+    moved_s: float = 0.0,
+) -> Any:
     """What the loop reads of a plan."""
-    rows = [SimpleNamespace(why="gather parameter", seconds=waited_s)]
+    rows = [SimpleNamespace(why="gather parameter", seconds=waited_s), SimpleNamespace(why="sum", seconds=moved_s)]
     return SimpleNamespace(
         cost=SimpleNamespace(
-            step_time_s=step_s, peak_memory_bytes=peak, memory=SimpleNamespace(peak=peak, activations=0.0), hidden_s=0.0
+            step_time_s=step_s, peak_memory_bytes=peak, memory=SimpleNamespace(peak=peak, activations=0.0), hidden_s=0.0,
+            compute_s=compute_s,
         ),
         solved=SimpleNamespace(memory_price_s_per_byte=price, overlap_price=1.0),
         program=SimpleNamespace(overlap=SimpleNamespace(prefetch=prefetch)),
@@ -216,6 +226,40 @@ def test_a_named_strategy_that_is_faster_wins_and_its_mode_is_bounded() -> None:
     tried = run(programs)
     assert tried.best is not None and tried.best[0].placed_by is not None and tried.step_s == 1.0
     assert ("selective", None) in tried.own
+
+
+def placed_by(programs: Scripted) -> list[tuple[str, ...]]:
+    """The named strategies that were tried, once each."""
+    tried = (tuple(s.name for s in each.placed_by) for each in programs.made if each.placed_by is not None)
+    return list(dict.fromkeys(tried))
+
+
+def test_a_family_whose_values_alone_take_too_long_is_tried_once() -> None:
+    """Breaks if strategies that only keep parameters otherwise are placed where what they all do takes longer than the
+    best step; or if another family goes with them.
+    """
+    long = BEYOND * 2.0 + 0.1
+    programs = Scripted(
+        lambda attempt: plan(2.0) if attempt.placed_by is None else plan(9.0, compute_s=1.0, moved_s=long - 1.0)
+    )
+    run(programs)
+    assert placed_by(programs) == [("ddp", "ddp"), ("ddp", "tensor"), ("ddp", "tensor+sequence")]
+
+
+def test_a_family_that_may_win_by_how_it_keeps_parameters_is_tried_whole() -> None:
+    """Breaks if what parameters and gradients take counts against a whole family, or values that take as long as the
+    best step do: the next may hide what the first waits for.
+    """
+
+    def outcome(attempt: Attempt) -> Any:
+        names = [each.name for each in attempt.placed_by or ()]
+        step_s = 2.0 if not names else 1.9 if names == ["zero3", "zero3"] else 9.0
+        return plan(step_s, waited_s=7.0 * bool(names), compute_s=1.0, moved_s=1.3)
+
+    programs = Scripted(outcome)
+    tried = run(programs)
+    assert ("zero2", "zero2") in placed_by(programs) and ("zero3", "tensor") in placed_by(programs)
+    assert tried.best is not None and [each.name for each in tried.best[0].placed_by or ()] == ["zero3", "zero3"]
 
 
 def test_a_plan_with_all_the_memory_there_is_never_wins() -> None:
