@@ -33,7 +33,8 @@ OWNERS = {
 """Who uses a folder of `passes/`, beside the planner and the views, which place and price by themselves."""
 OPTIONAL = (
     "matplotlib", "transformers", "peft", "safetensors", "torch", "ortools", "xxhash",
-    "autopar.runtime.kernels", "autopar.solver.compiled_messages", "autopar.solver.large",
+    "autopar.runtime.kernels", "autopar.solver.compiled_messages", "autopar.solver.compiled_presolve",
+    "autopar.solver.large",
     "autopar.base.huggingface.block_cache",
     "autopar.base.huggingface.states",
 )  # fmt: skip

@@ -1,14 +1,16 @@
 """What forward writes in place becomes a value of its own, where nothing else lies in the same memory.
 
     n += 1; y = batch_norm(x, …, mean, variance)  →  n1 = n + 1; y, mean1, variance1 = batch_norm_functional(x, …)
+    a[2, :3] = x                                  →  a1 = select_scatter(a, slice_scatter(a[2], x, 0, 0, 3), 0, 2)
 
-Operators stay those that the model called, and a long graph is not traced a second time. What is written through a view
-or under `torch.no_grad()`, and what is read through a view afterwards, is left to torch, which follows all memory.
+Operators stay those that the model called, and a long graph is not traced a second time. What is written through other
+views or under `torch.no_grad()`, and what is read through a view afterwards, is left to torch, which follows all memory.
 """
 
 from __future__ import annotations
 
 import operator
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -24,6 +26,11 @@ from autopar.passes.exported import graph_modules
 _aten = torch.ops.aten
 _STATISTICS = (3, 4)
 """Which operands `aten.batch_norm` writes, and which results of its functional form take their place."""
+_SCATTERS: Mapping[object, compat.OpOverload] = {
+    _aten.select.int: _aten.select_scatter.default,
+    _aten.slice.Tensor: _aten.slice_scatter.default,
+}
+"""The views through which may be written: what gives the whole with the view's place taken by something else."""
 _BATCH_NORM_OPERANDS = 8
 """Those of the functional form; the last one of `aten.batch_norm` chooses a library."""
 
@@ -69,7 +76,10 @@ def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Col
     places: dict[fx.Node, list[int]] = {}
     for node in writes:
         for operand in _written(node):
-            held = _holder(operand)
+            place = _behind(operand)
+            held = _holder(place)
+            if place is not operand and node.users:
+                return False  # the view itself is read on
             if held is None or (held.op == "placeholder" and held.name not in buffers):
                 return False
             places.setdefault(held, []).append(order[node])
@@ -78,7 +88,8 @@ def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Col
     for held, when in places.items():
         same = [held, *(node for node in writes if not _is_batch_norm(node) and _holder(node) is held)]
         for reader in {user for node in same for user in node.users} - written:
-            if _may_alias(reader) and any(order[reader] < place < _last_read(reader, order) for place in when):
+            # What lies between: `when` is sorted.
+            if _may_alias(reader) and bisect(when, order[reader]) < bisect_left(when, _last_read(reader, order)):
                 return False
         if held.op == "placeholder" and any(
             _shared(held.meta["val"], other) for other in placeholders if other is not held
@@ -108,6 +119,14 @@ def _holder(node: fx.Node | None) -> fx.Node | None:
         made = node.args[0] if node.target is operator.getitem else node
         return None if not isinstance(made, fx.Node) or _may_alias(made) else node
     return node if node is not None and node.op == "placeholder" else None
+
+
+def _behind(node: fx.Node | None) -> fx.Node | None:
+    """What a chain of selections and slices is of."""
+    while node is not None and node.op == "call_function" and node.target in _SCATTERS:
+        source = node.args[0]
+        node = source if isinstance(source, fx.Node) else None
+    return node
 
 
 def _is_batch_norm(node: fx.Node) -> bool:
@@ -185,9 +204,19 @@ def _replace(node: fx.Node, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx
             for place in _STATISTICS:
                 instead(operands[place], call(operator.getitem, made, place))
             return new
-        made = call(target, *operands, **node.kwargs)
-        if made.meta["val"].dtype != (dtype := operands[0].meta["val"].dtype):
+        written = operands[0]
+        if node.target is _aten.copy_.default and written.target in _SCATTERS:
+            made = operands[1]
+        else:
+            made = call(target, *operands, **node.kwargs)
+        if made.meta["val"].dtype != (dtype := written.meta["val"].dtype):
             made = call(_aten.to.dtype, made, dtype)
+        if made.meta["val"].shape != (shape := written.meta["val"].shape):
+            made = call(_aten.expand.default, made, list(shape))
+        while written.target in _SCATTERS:
+            whole, *where = written.args
+            made = call(_SCATTERS[written.target], whole, made, *where, **written.kwargs)
+            written = whole
     node.replace_all_uses_with(made)
-    instead(operands[0], made)
+    instead(written, made)
     return new

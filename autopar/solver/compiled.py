@@ -35,6 +35,11 @@ def compiled(function: _Function) -> _Function:
     return cast(_Function, _njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST)(function))
 
 
+def exactly(function: _Function) -> _Function:
+    """As `compiled`, with sums in the order in which they are written, and infinity less infinity no number."""
+    return function if _njit is None else cast(_Function, _njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
 def inlined(function: _Function) -> _Function:
     """A piece of compiled functions, which is compiled as part of them: calls would take longer than what is done."""
     return function if _njit is None else cast(_Function, _njit(inline="always")(function))

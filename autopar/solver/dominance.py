@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.solver.graph import Graph
+from autopar.solver.methods import is_long
 from autopar.solver.problem import BoolArray, FloatArray, IntArray
 
 NUM_RIVALS = 3
@@ -30,12 +31,16 @@ def undominated(graph: Graph, *, since: Graph | None = None, thorough: bool = Fa
 
     since: a graph that was looked at before. Nodes that are as they were there are not looked at again.
     """
+    fresh = _changed(graph, since)
+    if is_long(len(graph.edges)) and not thorough:
+        from autopar.solver import compiled_presolve  # it loads numba
+
+        return compiled_presolve.undominated(graph, fresh, NUM_RIVALS)
     sides: list[list[Side]] = [[] for _ in graph.costs]
     for e in graph.edges:
         sides[e.u].append((e.u_class, e.costs, e.v, e.v_class))
         sides[e.v].append((e.v_class, e.costs.T, e.u, e.u_class))
     alive = [np.ones(len(costs), dtype=bool) for costs in graph.costs]
-    fresh = _changed(graph, since)
     for node, costs in enumerate(graph.costs):
         if len(costs) == 1 or not fresh[node]:
             continue

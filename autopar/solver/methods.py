@@ -48,7 +48,8 @@ class Thresholds:
     easy_cells: tables of so many are added up in a tenth of a second. most_cells: once, in a few seconds;
     cells_a_second: at this rate. most_kept: cells that are kept meanwhile (half a GB, less where they become single
     precision). undominated_share: the least share of the cells that leaving out dominated choices has been seen to
-    leave. compiled_edges, compiled_pairs: from here on numba is worth its second of loading. large_edges,
+    leave. compiled_edges, compiled_pairs: from here on numba is worth its second of loading; long_edges: so it is to presolve
+    a graph. large_edges,
     large_edges_in_brief: from here on master problems and programs over all choices are out of reach, in minutes and in
     seconds. narrow_pairs: from here on, so are prices
     tried on all choices. neighbourhood_nodes: up to which presolving a neighbourhood is a matter of tenths of a second.
@@ -61,6 +62,7 @@ class Thresholds:
     undominated_share: float = 0.1
     compiled_edges: int = 500
     compiled_pairs: float = 5e6
+    long_edges: int = 2000
     large_edges: int = 3000
     large_edges_in_brief: int = 20_000
     narrow_pairs: float = 2e7
@@ -122,6 +124,11 @@ def is_wide(size: Size) -> bool:
     """Whether passes over the core are many cells' work: the row of LOOPS. Dives are for such graphs only."""
     edges = min(THRESHOLDS.compiled_edges, THRESHOLDS.large_edges)
     return size.edges >= edges or size.pairs >= THRESHOLDS.compiled_pairs
+
+
+def is_long(num_edges: int) -> bool:
+    """Whether what Python takes for each edge of a graph outlasts the loading of compiled loops."""
+    return num_edges >= THRESHOLDS.long_edges
 
 
 def most_cells_planned(size: Size, *, priced: bool) -> float:

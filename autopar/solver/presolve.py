@@ -12,6 +12,7 @@ import numpy as np
 from autopar.solver.consistency import Domains, propagate
 from autopar.solver.dominance import undominated
 from autopar.solver.graph import Graph, merge, restrict, tidy
+from autopar.solver.methods import is_long
 from autopar.solver.problem import Edge, FloatArray, IntArray
 
 MAX_ROUNDS = 8
@@ -23,7 +24,7 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
 
     rounds: how often at most. thorough: look for dominated choices among all, not among a few.
     """
-    domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
+    domains = _consistent(graph)
     if domains.empty is not None:
         return domains
     graph = tidy(restrict(graph, domains.alive))
@@ -32,7 +33,7 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
         before = (sum(graph.num_choices), len(graph.edges))
         merged = merge_ties(graph)
         graph = tidy(merged, since=graph)
-        domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
+        domains = _consistent(graph)
         if domains.empty is not None:
             return domains
         graph = tidy(restrict(graph, domains.alive), since=graph)
@@ -41,8 +42,18 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
         after = (sum(graph.num_choices), len(graph.edges))
         if all(new >= WORTH_REPEATING * old for new, old in zip(after, before, strict=True)):
             break
-    domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
+    domains = _consistent(graph)
     return domains if domains.empty is not None else tidy(restrict(graph, domains.alive), since=graph)
+
+
+def _consistent(graph: Graph) -> Domains:
+    """What edges leave of the choices that cost anything finite; of long graphs without a trail."""
+    alive = [np.isfinite(costs) for costs in graph.costs]
+    if not is_long(len(graph.edges)):
+        return propagate(alive, graph.edges)
+    from autopar.solver import compiled_presolve  # it loads numba
+
+    return Domains(*compiled_presolve.propagate(alive, graph.edges))
 
 
 def merge_ties(graph: Graph) -> Graph:
