@@ -4,7 +4,7 @@
     a[2, :3] = x                                  →  a1 = select_scatter(a, slice_scatter(a[2], x, 0, 0, 3), 0, 2)
 
 Operators stay those that the model called, and a long graph is not traced a second time. What is written through other
-views or under `torch.no_grad()`, and what is read through a view afterwards, is left to torch, which follows all memory.
+views or under `torch.no_grad()`, and what is read through a view afterwards, is left to torch, which knows all memory.
 """
 
 from __future__ import annotations

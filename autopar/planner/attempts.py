@@ -28,9 +28,9 @@ names do not know:
 5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is; of
    those that differ in how parameters are kept alone, no other where what the first does with values takes longer than
    the best step,
-6. what splits the sequence by name, where the least it could take is less than the best step, recomputing more where
-   memory is what it lacks; if one wins, `auto` itself on what that one's program is prepared for (heads repeated,
-   sequences dealt zigzag).
+6. what splits the sequence by name, where the least it could take is less than the best step (and one of a family, as
+   in 5), recomputing more where memory is what it lacks; if one wins, `auto` itself on what that one's program is
+   prepared for (heads repeated, sequences dealt zigzag).
 
 **`auto` over the stages of a pipeline**: the placement sees them on average only.
 
@@ -81,7 +81,7 @@ HOPELESS = 1.1
 """Of a pipeline, a named strategy whose objective is so many times that of `auto` is not lowered: what the objective
 leaves out (values that several read are moved once) is a few per cent.
 """
-BEYOND = 1.25
+BEYOND = 1.15
 """Of named strategies that do the same with values, no other is placed where computing and moving them alone took the
 first so many times the best step: within such a family these seconds are the same but for a few per cent.
 """
@@ -291,8 +291,9 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
 def _as_named(
     programs: Programs, strategies: tuple[AxisStrategy, ...], modes: Sequence[Mode], tried: Tried
 ) -> Attempts:
-    """What a user would get of these strategies, lowered as `auto`: a saved plan is lowered from what was asked. Returns
-    what the first mode that was tried gives with all the memory there is.
+    """What a user would get of these strategies, lowered as `auto`: a saved plan is lowered from what was asked.
+
+    Returns what the first mode that was tried gives with all the memory there is.
     """
     limit = programs.asked.memory_limit_bytes
     first: PlanRecord | None = None
@@ -351,16 +352,19 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
         program = programs.recomputing(mode, Spread.of(strategies, asked.mesh))
         return least_seconds(program, programs.computing_s(mode), strategies, asked.mesh)
 
-    excluded = set[tuple[str, ...]]()
+    excluded, values = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
     for strategies in sorted(context_candidates(asked), key=lambda each: least_s(each, modes[0])):
         spread, splits = Spread.of(strategies, asked.mesh), _splits(strategies)
         for mode in modes:
             if splits in excluded or least_s(strategies, mode) >= tried.step_s:
                 break
+            if values.get(_family(strategies), 0.0) > BEYOND * tried.step_s:
+                break
             yield replace(asked, rematerialize=mode, placed_by=strategies, spread=spread, explain=False)
             if tried.excluded:
                 excluded.add(splits)
             if tried.last is not None:
+                values.setdefault(_family(strategies), values_s(tried.last))
                 break
     if tried.best is not None and tried.best[0].spread is not None:
         attempt = tried.best[0]

@@ -6,6 +6,7 @@ the last choice: sums are taken in the same order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,19 +50,19 @@ def sides(num_choices: Sequence[int], edges: Sequence[Edge]) -> Sides:
     joined = np.concatenate(classes).astype(np.int64) if classes else np.zeros(0, dtype=np.int64)
     near = np.argsort(ends, kind="stable") // 2
     first = _starts(np.bincount(ends, minlength=len(counts)))
-    return Sides(_starts(counts), u, v, rows, columns, _starts(rows * columns), at[:-1:2], at[1::2], joined, first, near)
+    return Sides(
+        _starts(counts), u, v, rows, columns, _starts(rows * columns), at[:-1:2], at[1::2], joined, first, near
+    )
 
 
 def undominated(graph: Graph, fresh: Sequence[bool], num_rivals: int) -> list[BoolArray]:
     """The choices to keep: as `dominance.undominated`, with few rivals. fresh: the nodes that are looked at."""
     structure = sides(graph.num_choices, graph.edges)
-    held = [u.bytes for usages in graph.usages for u in usages]
-    alive = np.ones(int(structure.base[-1]), dtype=np.bool_)
-    _keep(
-        structure, _joined(graph.costs), _joined([e.costs.ravel() for e in graph.edges]),
-        _starts(np.array([len(usages) for usages in graph.usages])), _joined(held), _starts(np.array([*map(len, held)])),
-        np.array(fresh, dtype=np.bool_), num_rivals, alive,
-    )  # fmt: skip
+    sizes = [u.bytes for usages in graph.usages for u in usages]
+    held, size_at = _starts(np.array([*map(len, graph.usages)])), _starts(np.array([*map(len, sizes)], dtype=np.int64))
+    costs, cells = _joined(graph.costs), _joined([e.costs.ravel() for e in graph.edges])
+    looked, alive = np.array(fresh, dtype=np.bool_), np.ones(int(structure.base[-1]), dtype=np.bool_)
+    _keep(structure, costs, cells, held, _joined(sizes), size_at, looked, num_rivals, alive)
     return _split(alive, structure.base)
 
 
@@ -87,7 +88,7 @@ def _joined(parts: Sequence[FloatArray]) -> FloatArray:
 
 def _split(flat: BoolArray, base: IntArray) -> list[BoolArray]:
     bounds = base.tolist()
-    return [flat[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [flat[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 @exactly
@@ -120,8 +121,8 @@ def _keep(
             hopeful[i] = costs[start + i]
         for position in range(graph.first[s], graph.first[s + 1]):
             e = graph.near[position]
-            mine, here, across, others = _seen_from(graph, alive, s, e, used)
-            row, column, at = _strides(graph, s, e)
+            mine, here, others = _seen_from(graph, alive, e, graph.u[e] == s, used)
+            row, column, at = _strides(graph, e, graph.u[e] == s)
             for a in range(mine):
                 least[a] = np.inf
                 for b in range(others):
@@ -159,8 +160,8 @@ def _keep(
                     never[i] |= sizes[size_at[usage] + i] < sizes[size_at[usage] + rival]
             for position in range(graph.first[s], graph.first[s + 1]):
                 e = graph.near[position]
-                mine, here, across, others = _seen_from(graph, alive, s, e, used)
-                row, column, at = _strides(graph, s, e)
+                mine, here, others = _seen_from(graph, alive, e, graph.u[e] == s, used)
+                row, column, at = _strides(graph, e, graph.u[e] == s)
                 theirs = at + graph.classes[here + rival] * row
                 for a in range(mine):
                     low = np.inf
@@ -188,11 +189,11 @@ def _keep(
 
 
 @exactly
-def _seen_from(graph: Sides, alive: BoolArray, s: int, e: int, used: BoolArray) -> tuple[int, int, int, int]:
-    """How many classes node s has there, where they are, the other node, and how many classes that has; which of these
-    a choice still has, is written into `used`.
+def _seen_from(graph: Sides, alive: BoolArray, e: int, from_u: bool, used: BoolArray) -> tuple[int, int, int]:
+    """How many classes an end of an edge has, where they are, and how many classes the other end has; which of these a
+    choice still has, is written into `used`.
     """
-    if graph.u[e] == s:
+    if from_u:
         mine, here, other, there, others = graph.rows[e], graph.u_at[e], graph.v[e], graph.v_at[e], graph.columns[e]
     else:
         mine, here, other, there, others = graph.columns[e], graph.v_at[e], graph.u[e], graph.u_at[e], graph.rows[e]
@@ -202,13 +203,13 @@ def _seen_from(graph: Sides, alive: BoolArray, s: int, e: int, used: BoolArray) 
     for i in range(graph.base[other + 1] - start):
         if alive[start + i]:
             used[graph.classes[there + i]] = True
-    return mine, here, other, others
+    return mine, here, others
 
 
 @exactly
-def _strides(graph: Sides, s: int, e: int) -> tuple[int, int, int]:
-    """From one class of node s to the next in an edge's cells, from one of the other's, and where the cells are."""
-    if graph.u[e] == s:
+def _strides(graph: Sides, e: int, from_u: bool) -> tuple[int, int, int]:
+    """From one class of an end to the next in an edge's cells, from one of the other's, and where the cells are."""
+    if from_u:
         return graph.columns[e], 1, graph.cell[e]
     return 1, graph.columns[e], graph.cell[e]
 
@@ -230,8 +231,8 @@ def _revise_all(graph: Sides, allowed: BoolArray, alive: BoolArray) -> int:
         waiting[index] = False
         for side in range(2):
             target = graph.v[index] if side == 0 else graph.u[index]
-            mine, here, _, others = _seen_from(graph, alive, target, index, used)
-            row, column, at = _strides(graph, target, index)
+            mine, here, others = _seen_from(graph, alive, index, side == 1, used)
+            row, column, at = _strides(graph, index, side == 1)
             for a in range(mine):
                 supported[a] = False
                 for b in range(others):

@@ -48,11 +48,10 @@ class Thresholds:
     easy_cells: tables of so many are added up in a tenth of a second. most_cells: once, in a few seconds;
     cells_a_second: at this rate. most_kept: cells that are kept meanwhile (half a GB, less where they become single
     precision). undominated_share: the least share of the cells that leaving out dominated choices has been seen to
-    leave. compiled_edges, compiled_pairs: from here on numba is worth its second of loading; long_edges: so it is to presolve
-    a graph. large_edges,
-    large_edges_in_brief: from here on master problems and programs over all choices are out of reach, in minutes and in
-    seconds. narrow_pairs: from here on, so are prices
-    tried on all choices. neighbourhood_nodes: up to which presolving a neighbourhood is a matter of tenths of a second.
+    leave. compiled_edges, compiled_pairs: from here on numba is worth its second of loading; long_edges: so it is for
+    presolving alone. large_edges, large_edges_in_brief: from here on master problems and programs over all choices are
+    out of reach, in minutes and in seconds. narrow_pairs: from here on, so are prices tried on all choices.
+    neighbourhood_nodes: up to which presolving a neighbourhood is a matter of tenths of a second.
     """
 
     easy_cells: float = 2e7
@@ -62,7 +61,7 @@ class Thresholds:
     undominated_share: float = 0.1
     compiled_edges: int = 500
     compiled_pairs: float = 5e6
-    long_edges: int = 2000
+    long_edges: int = 1000
     large_edges: int = 3000
     large_edges_in_brief: int = 20_000
     narrow_pairs: float = 2e7

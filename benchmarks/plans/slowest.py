@@ -26,7 +26,6 @@ from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
