@@ -443,7 +443,7 @@ def _compiled_class(original: Any) -> type[Any]:
         namespace["_prepare_cache_for_generation"] = generating(
             original._prepare_cache_for_generation, make, without, chunk
         )
-        namespace["create_masks_for_generate"] = staticmethod(spelled_out(original))
+        namespace["create_masks_for_generate"] = spelled_out(original)
     if hasattr(original, "resize_token_embeddings"):
 
         @wraps(original.resize_token_embeddings)

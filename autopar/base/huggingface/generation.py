@@ -58,7 +58,7 @@ def driven(
         "forward": functools.wraps(kind.forward)(forward),
         "device": property(lambda self: torch.device("cpu")),
         "_prepare_cache_for_generation": generating(kind._prepare_cache_for_generation, make_cache),
-        "create_masks_for_generate": staticmethod(spelled_out(kind)),
+        "create_masks_for_generate": spelled_out(kind),
     }
     if has_encoder(model):
         stand_in = encoder(kind.get_encoder(model))

@@ -7,6 +7,7 @@ export it makes one in any case, which is causal even where the module's attenti
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -76,11 +77,15 @@ def spelled_out(model: type) -> Callable[..., Any]:
     them (`SPELLED_OUT`).
     """
     module = importlib.import_module("transformers.masking_utils")
-    original = getattr(model, "create_masks_for_generate", module.create_masks_for_generate)
+    own: Any = inspect.getattr_static(
+        model, "create_masks_for_generate", staticmethod(module.create_masks_for_generate)
+    )
 
     def create(
-        config: Any, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        self: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        original = own.__get__(self, model)  # of some models a static method, of others not
         found = original(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
         if not getattr(past_key_values, SPELLED_OUT, False):
             return found

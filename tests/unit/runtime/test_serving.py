@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def test_masks_are_spelled_out_where_a_cache_asks_for_them() -> None:
     from autopar.base.huggingface.masks import spelled_out
 
     model = _model()
-    create: Any = spelled_out(type(model))
+    create: Any = functools.partial(spelled_out(type(model)), model)
     cache = caches.new_cache(model, 1, 5, torch.device("cpu"))
     given_now: dict[str, Any] = {
         "config": model.config, "inputs_embeds": torch.empty(1, 3, 0), "attention_mask": torch.ones(1, 3),
@@ -155,6 +156,28 @@ def test_masks_are_spelled_out_where_a_cache_asks_for_them() -> None:
     assert create(**given_now) is None
     setattr(cache, SPELLED_OUT, True)
     assert create(**given_now)[0, 0].long().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_masks_of_a_models_own_stay(is_static: bool) -> None:
+    """Breaks if a model that makes its masks itself, as a method or a static one (Bloom, Gemma), cannot generate."""
+    from autopar.base.huggingface.masks import spelled_out
+
+    class Static:
+        @staticmethod
+        def create_masks_for_generate(
+            config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any
+        ) -> Any:
+            return attention_mask
+
+    class Method:
+        def create_masks_for_generate(
+            self, config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any
+        ) -> Any:
+            return attention_mask
+
+    kind: Any = Static if is_static else Method
+    assert spelled_out(kind)(kind(), None, None, "its own", None) == "its own"
 
 
 def test_what_cannot_be_served_is_told() -> None:
