@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.api.proof import Proof
     from autopar.api.search import SearchResult, search
     from autopar.base.errors import AutoparError
+    from autopar.base.stored_weights import store_weights
     from autopar.ir.sharding import Partial, Replicate, Shard
     from autopar.machine.imbalance import expert_imbalance
     from autopar.machine.mesh import Mesh
@@ -35,7 +36,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError", "Cluster", "Generation", "GenerationPlan", "Mesh", "Partial", "Plan", "Proof", "Replicate",
     "Request", "SearchResult", "Served", "Shard", "Watch", "__version__", "backend", "compile", "expert_imbalance",
-    "load_checkpoint", "pin", "pipeline", "plan", "plan_generation", "resume_or_start", "search", "strategies", "watch",
+    "load_checkpoint", "pin", "pipeline", "plan", "plan_generation", "resume_or_start", "search", "store_weights",
+    "strategies", "watch",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -47,7 +49,7 @@ _MODULE_OF_NAME = {
     "Generation": "autopar.planner.generation", "GenerationPlan": "autopar.api.generation",
     "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
     "expert_imbalance": "autopar.machine.imbalance",
-    "resume_or_start": "autopar.runtime.checkpoint.run",
+    "resume_or_start": "autopar.runtime.checkpoint.run", "store_weights": "autopar.base.stored_weights",
     "Request": "autopar.runtime.serving.serve", "Served": "autopar.runtime.serving.serve",
     "Watch": "autopar.runtime.watch.watching", "watch": "autopar.runtime.watch.watching",
 }  # fmt: skip

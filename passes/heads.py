@@ -9,6 +9,7 @@ from torch import fx
 from autopar.ir.nodes import shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
+from autopar.passes.codes import readers_of
 
 _PRODUCTS = ("autopar.linear", "autopar.matmul", "autopar.attention", "aten.mm", "aten.bmm", "aten.addmm")
 
@@ -25,9 +26,8 @@ def may_stay_whole(program: Program, key: tuple[str, str, int], size: int) -> bo
 
 def head_counts(region: Region, slot: int) -> set[int]:
     """How many heads the product of a weight is seen as where attention reads it, or had where attention made it."""
-    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
     found: set[int] = set()
-    for product in holders[slot].users:
+    for product in readers_of(region, slot):
         if product.name in region.forward_nodes and _is_product(product):
             found |= {shape_of(operand)[1] for operand in _operands_of_attention(product, region)}
             found |= {shape_of(value)[1] for value in _sources(product.args[0]) if _makes_heads(value)}

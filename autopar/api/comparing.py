@@ -78,6 +78,13 @@ def compare(
     return rows
 
 
+def change(what: str, exact: torch.Tensor, rounded: torch.Tensor) -> str:
+    """How much storing something as codes changes logits [..., vocabulary]. what: is stored, and how."""
+    logits = float((exact - rounded).abs().max())
+    logprobs = float((exact.log_softmax(-1) - rounded.log_softmax(-1)).abs().max())
+    return f"{what} changes logits by up to {logits:.2g}, log-probabilities by {logprobs:.2g}"
+
+
 def _norm(tensors: list[torch.Tensor]) -> float:
     return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.api.comparing import TOLERANCES, Comparison, comparison
+from autopar.api.comparing import TOLERANCES, Comparison, change, comparison
 from autopar.api.interpret import state_of
 from autopar.api.promote import default_dtype, only
 from autopar.api.proof import NotEager, Proof, fits_here, program_of, scaled_mesh
-from autopar.api.small_model import small_model
+from autopar.api.small_model import as_drawn, small_model
 from autopar.base.huggingface import caches, experts, huggingface
 from autopar.base.huggingface.generation import Within, driven, has_encoder, outputs, vocabulary
+from autopar.base.stored_weights import ways_of
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.passes.emit import interface_of
@@ -88,6 +89,10 @@ def verify_generation(
         whole = _whole(model, prompt, ids, dtype, rounding_cache(model, rounding))
         rows += [comparison(name, want, have, rtol, atol, 0.0) for name, want, have in rounding.compared()]
         notes = _notes(rounding, exact[:, first - 1 :], whole[:, first - 1 :])
+    if stored := ways_of(model):
+        with as_drawn(model):
+            plain = _whole(model, prompt, ids, dtype)
+        notes += (change(f"weights in {stored}", plain[:, first - 1 :], exact[:, first - 1 :]),)
     for number, logits in enumerate(run.logits):
         token = number - wanted.chunks + 1
         part = f"chunk {number + 1} of the prompt" if wanted.chunks > 1 else "the prompt"
@@ -143,9 +148,7 @@ class _Run:
 
 def _notes(rounding: Any, exact: Tensor, rounded: Tensor) -> tuple[str, ...]:
     """What storing the cache so does to the model. exact, rounded: logits [batch, positions, vocabulary]."""
-    logits = float((exact - rounded).abs().max())
-    logprobs = float((exact.log_softmax(-1) - rounded.log_softmax(-1)).abs().max())
-    said = f"a cache in {rounding.storage} changes logits by up to {logits:.2g}, log-probabilities by {logprobs:.2g}"
+    said = change(f"a cache in {rounding.storage}", exact, rounded)
     edges = f"{rounding.edges} codes lie between two that are both right" if rounding.edges else ""
     return (said, edges) if edges else (said,)
 

@@ -22,12 +22,13 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.api import interpret
-from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, compare
+from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare
 from autopar.api.draws import draws_of, handed
 from autopar.api.promote import default_dtype, only
-from autopar.api.small_model import small_model
+from autopar.api.small_model import as_drawn, small_model
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts, huggingface
+from autopar.base.stored_weights import ways_of
 from autopar.base.torch_compat import tracing
 from autopar.base.torch_compat.functions import run_backward
 from autopar.ir.program import Program
@@ -163,10 +164,16 @@ def _verified(
     if program.training and not all(comparison.ok for comparison in comparisons):
         measured = _rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
         comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype], measured)
+    notes: tuple[str, ...] = ()
+    if ways := ways_of(model):
+        with as_drawn(model):
+            plain = expected(program, model, inputs, state, tensors, seed, dtype, source)
+        pairs = zip(program.output_names, plain[0], wanted[0], strict=True)
+        notes = tuple(change(f"weights in {ways}", x, y) for name, x, y in pairs if name == "logits")
     events = max((len(events) for events in found.events), default=0)
     drops = any(region.uses_dropout for region in program.regions)
     name = str(dtype).removeprefix("torch.")
-    return Proof(tuple(comparisons), str(mesh), scaled, name, events, drops, tolerance[0])
+    return Proof(tuple(comparisons), str(mesh), scaled, name, events, drops, tolerance[0], notes)
 
 
 def fits_here(plan: PlanRecord) -> None:

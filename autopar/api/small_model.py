@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autopar.api import interpret
 from autopar.base.copies import copied
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface
+from autopar.base.stored_weights import fill, unrounded
 from autopar.base.torch_compat import tracing
 from autopar.planner.inputs import changed_numbers
 from autopar.planner.with_loss import has_own_forward
@@ -35,6 +37,9 @@ def small_model(
         module.training = original.training  # each its own: a frozen batch norm stays frozen
     shared = dict(_shared_buffers(model))
     clone = clone.to(dtype)
+    vars(clone)[_DRAWN] = fill(
+        clone, lambda shape: torch.randn(shape, generator=generator, dtype=dtype) * 0.5 / shape[-1] ** 0.5
+    )
     for name, first in shared.items():  # a cast leaves parameters tied, buffers not
         owner, _, own = name.rpartition(".")
         setattr(clone.get_submodule(owner), own, clone.get_buffer(first))
@@ -46,6 +51,14 @@ def small_model(
 SMALL = 2_000_000
 LARGEST = 100_000_000
 """Parameters of a model that runs on the CPU in little time, and in some."""
+
+
+_DRAWN = "_autopar_drawn"
+
+
+def as_drawn(clone: nn.Module) -> AbstractContextManager[None]:
+    """Inside, a model of `small_model` has weights as they were drawn where it stores them as codes."""
+    return unrounded(vars(clone)[_DRAWN])
 
 
 def twin_of(model: nn.Module, loss: Callable[[nn.Module], nn.Module], tokens: int) -> nn.Module:

@@ -3,7 +3,8 @@
     x [..., n]  →  codes [..., n] (int4: two a byte, [..., n/2]), scales [..., 1];  x ≈ codes · scales
 
 A scale is the largest magnitude of its row over the largest code, so that no code is clipped; rows are those of the
-last dim. Zero stays zero. Both ways are plain operators of torch on whole tensors: programs hold them as any others.
+last dim, or of several together. Zero stays zero. Both ways are plain operators of torch on whole tensors: programs
+hold them as any others.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ class Storage:
             )
         return (*shape[:-1], shape[-1] // self.per_byte)
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., n] -> codes, of `codes_shape`, and scales [..., 1] of x's dtype. Computed in float32 at least."""
+    def encode(self, x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+        """x [..., n] -> codes, of `codes_shape`, and scales [..., 1] of x's dtype. Computed in float32 at least. dims:
+        of numbers that have one scale.
+        """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        most = wide.abs().amax(-1, keepdim=True) / self.largest
+        most = wide.abs().amax(dims, keepdim=True) / self.largest
         scales = most.clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)
         steps = (wide / scales.to(wide.dtype)).clamp(-self.largest, self.largest)
         return self._stored(steps), scales

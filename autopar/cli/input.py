@@ -44,15 +44,16 @@ def parse_batch(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def parse_generate(text: str | None, cache: str | None = None) -> Generation | None:
+def parse_generate(text: str | None, cache: str | None = None, weights: str | None = None) -> Generation | None:
     """`8x2048x512`: sequences, tokens of the prompt, new tokens; `8x2048/256x512`: the prompt in chunks of 256.
     cache: how keys and values are stored.
     """
     from autopar.planner.generation import Generation
 
     if text is None:
-        if cache is not None:
-            raise AutoparError("--cache is of --generate", remedy="add --generate 8x2048x512")
+        if cache is not None or weights is not None:
+            name = "--weights" if cache is None else "--cache"
+            raise AutoparError(f"{name} is of --generate", remedy="add --generate 8x2048x512")
         return None
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:/([1-9]\d*))?x([1-9]\d*)", text.strip())
     if match is None:
@@ -71,13 +72,18 @@ def make_generation_plan(
     strategy: Strategy,
     generate: Generation,
     precision: str | None = None,
+    weights: str | None = None,
     **options: Any,
 ) -> GenerationPlan:
-    """The plan of both phases, with the passes of each shown as they run. precision: what parameters are stored in."""
+    """The plan of both phases, with the passes of each shown as they run. precision: what parameters are stored in;
+    weights: those of linear layers.
+    """
     import autopar
     from autopar.planner.inputs import to_dtype
 
     loaded.model.eval().to(to_dtype(precision))
+    if weights is not None:
+        autopar.store_weights(loaded.model, weights)
 
     def progress(name: str, number: int, total: int) -> None:
         steps.begin(name)

@@ -45,6 +45,7 @@ from autopar.cli.options import (  # fmt: skip
     Model,
     StrategyText,
     Tiny,
+    Weights,
 )
 from autopar.machine import profiles
 
@@ -107,6 +108,7 @@ def plan(
     expert_imbalance: Imbalance = None,
     generate: Generate = None,
     cache: Cache = None,
+    weights: Weights = None,
     layers: Layers = None,
     tiny: Tiny = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan here (JSON).")] = None,
@@ -135,7 +137,7 @@ def plan(
                 precision = "fp32" if wanted[0].hardware.device == "cpu" else "bf16"
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
-            tokens = parse_generate(generate, cache)
+            tokens = parse_generate(generate, cache, weights)
             others = (microbatches, picture, report, trace, times)
             if tokens is not None and any(each is not None for each in others):
                 raise AutoparError(
@@ -145,12 +147,12 @@ def plan(
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
         if tokens is not None:
             with errors(1):
-                phases = make_generation_plan(steps, loaded, *wanted, tokens, precision, memory_limit=limit)
+                phases = make_generation_plan(steps, loaded, *wanted, tokens, precision, weights, memory_limit=limit)
                 files = cli_output.write_generation(phases, save, source)
             if as_json:
                 print(json.dumps(cli_output.generation_data(phases, files), indent=1))
             else:
-                stored = f" --cache {cache}" if cache else ""
+                stored = "".join(f" --{a} {b}" for a, b in (("cache", cache), ("weights", weights)) if b)
                 small = f"{cli_output.next_command(model, phases.decode, strategy)} --generate 2x8x4{stored}"
                 cli_output.print_generation(phases, files, small)
             return
@@ -262,6 +264,7 @@ def verify(
     microbatches: Microbatches = None,
     generate: Generate = None,
     cache: Cache = None,
+    weights: Weights = None,
     hardware: HardwareName = "h100",
     layers: Layers = None,
     tiny: Tiny = False,
@@ -271,13 +274,13 @@ def verify(
     with Steps() as steps:
         with errors(2):
             wanted = read_mesh(mesh, hardware), read_strategy(strategy, mesh, hardware)
-            tokens = parse_generate(generate, cache)
+            tokens = parse_generate(generate, cache, weights)
             loaded = load_model(steps, model, batch, tiny, layers, "cpu", dropout)
         import torch
 
         with errors(1):
             if tokens is not None:
-                phases = make_generation_plan(steps, loaded, *wanted, tokens)
+                phases = make_generation_plan(steps, loaded, *wanted, tokens, weights=weights)
                 steps.begin("proving it")
                 proof, found = phases.verify(dtype=getattr(torch, dtype)), phases.decode
             else:

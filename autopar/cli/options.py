@@ -48,6 +48,9 @@ Generate = Annotated[
 Cache = Annotated[
     str | None, typer.Option("--cache", help="How generate() stores keys and values: fp8, int8, int4. Default: as is.")
 ]
+Weights = Annotated[
+    str | None, typer.Option("--weights", help="How weights are stored: int8, int4, fp8, fp8-tensor, fp8-block.")
+]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")]

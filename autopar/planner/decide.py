@@ -12,6 +12,7 @@ from autopar import pipeline
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts
 from autopar.base.huggingface.caches import states_among
+from autopar.base.stored_weights import check_not_trained
 from autopar.ir.program import MODES, Mode, Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.inputs import bind_inputs, to_dtype
@@ -76,6 +77,8 @@ def decide(
         roots=None if roots is None else tuple(roots),
         captured={} if captured is None else captured,
     )
+    if not inference:
+        check_not_trained(model)
     if rematerialize not in ("auto", *MODES):
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
     steps = tuple(pipeline.DEFAULT if passes is None else passes)

@@ -15,6 +15,7 @@ from autopar.ir.reads import reads_in_backward
 from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, num_pieces, replicated
 from autopar.ir.uneven import block_shape, may_split_padded
 from autopar.ir.values import Variable
+from autopar.passes.codes import is_coded
 from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement import mixtures
 from autopar.passes.placement.columns import Column
@@ -113,7 +114,8 @@ class Parameters(Parts):
             # A bias that another axis splits has no dim left for this one: it stays whole here.
             kept = [c for c in choices if c.modes[axis] == mode or _elsewhere(c.stored, axis) not in gathered]
             return kept or choices
-        if strategy.required == "shard_matrices" and len(variable.type.shape) == 2:
+        is_matrix = len(variable.type.shape) == 2 or any(is_coded(self.program, key) for key in uses)
+        if strategy.required == "shard_matrices" and is_matrix:
             kept = [choice for choice in choices if choice.modes[axis] == "shard"]
             if any(self.program.region(name).module for _, name, _ in uses):
                 if any(may_stay_whole(self.program, key, self._tensor_ranks()) for key in uses):

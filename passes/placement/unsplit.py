@@ -20,6 +20,7 @@ from autopar.base.errors import AutoparError
 from autopar.ir.classes import Key
 from autopar.ir.program import Program
 from autopar.ir.sharding import Shard
+from autopar.passes.codes import part_of_weight
 from autopar.passes.placement.gathers import WHOLE, Blocked, line_of, operator_text
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.solver.problem import AssignmentProblem, Edge
@@ -44,6 +45,8 @@ class Unsplit:
     module: str
     line: str
     blocking: tuple[str, ...] = ()
+    small: bool = False
+    """Scales of codes: nobody misses a split of them."""
 
     def why(self, over: str) -> str:
         """What stands in the way of splitting it. over: `tp=2`."""
@@ -97,6 +100,8 @@ def with_unsplit(program: Program, unsplit: Sequence[Unsplit]) -> Program:
     """The program with a note for each module whose weight stays whole."""
     notes = dict[str, None]()
     for each in unsplit:
+        if each.small:
+            continue
         axis, size = program.on_mesh.axes[each.axis]
         notes[f"{_at(each.module, each.line)} {WHOLE} of {axis}: {each.why(f'{axis}={size}')}"] = None
     return replace(program, notes=(*program.notes, *notes))
@@ -201,7 +206,8 @@ def _described(program: Program, built: PlacementProblem, root: Key, axis: int, 
     line = next((found for user in holder.users if (found := line_of(region.origins.get(user.name, "")))), "")
     module = region.slots[index].name.removesuffix(".weight")
     path = f"{region.module}.{module}" if region.module else module
-    return Unsplit(name, axis, path, line, _blocking(program, built, root, axis) if reasons else ())
+    small = part_of_weight(region, index) == "scales"
+    return Unsplit(name, axis, path, line, _blocking(program, built, root, axis) if reasons else (), small)
 
 
 def _regions(built: PlacementProblem, root: Key) -> list[str]:

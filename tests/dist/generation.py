@@ -187,6 +187,16 @@ def stored(strategy: str | None, cache: str) -> dict[str, list[list[int]]]:
     return found
 
 
+def with_stored_weights(strategy: str | None, way: str) -> dict[str, list[list[int]]]:
+    """The tokens of every case of a model whose weights are codes. strategy None: on one process, without autopar."""
+    model, prompt = model_and_prompt("qwen2")
+    model = autopar.store_weights(model.double(), way, group=8)
+    if strategy is not None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        model = autopar.compile(model, mesh, strategy=strategy)
+    return generated(model, prompt)
+
+
 def planned_before(
     strategy: str, sizes: Mapping[str, int] = MappingProxyType({"x": 2}), cache: str | None = None
 ) -> tuple[list[list[list[int]]], int, int, int]:

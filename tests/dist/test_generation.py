@@ -91,6 +91,15 @@ def test_a_cache_of_codes_gives_the_tokens_of_one_that_rounds(strategy: str, cac
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "way"), [("tensor", "int4"), ("zero3", "fp8")])
+def test_weights_of_codes_give_the_tokens_of_one_process(strategy: str, way: str) -> None:
+    """Breaks if codes are gathered as something else, or a rank has the scales of another."""
+    want = generation.with_stored_weights(None, way)
+    for found in launch(generation.with_stored_weights, 2, strategy, way, timeout_s=240.0):
+        assert found == want
+
+
+@pytest.mark.slow
 def test_drafts_change_no_token() -> None:
     """Breaks if positions of drafts that were not taken are read, or a later token is written behind them."""
     want = generation.with_drafts(None)

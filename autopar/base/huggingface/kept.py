@@ -62,7 +62,3 @@ class Kept:
         new = Kept.of(self.storage, x).tensors()
         old = self.tensors()
         return Kept(self.storage, *(one.index_copy(2, at, each) for one, each in zip(old, new, strict=True)))
-
-    def rows(self, index: Tensor) -> Kept:
-        """Of these rows of the batch."""
-        return Kept(self.storage, *(x.index_select(0, index.to(x.device)) for x in self.tensors()))

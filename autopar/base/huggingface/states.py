@@ -61,9 +61,6 @@ class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     def values(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         assert value is None, "values are written by update()"
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        self.kept = (self.kept[0].rows(beam_idx), self.kept[1].rows(beam_idx))
-
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("states are made before they are used")
 
