@@ -114,7 +114,7 @@ class Engine:
         self.repeats = Repeats()
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
-        self.cache_maker: Callable[[int, int, torch.device, Tensor | None], Any] | None = None
+        self.cache_maker: Any = None  # (rows, length, device, encoded) -> a cache; .length(length): that can be cut
         self.prefill_chunk: int | None = None  # tokens of a prompt in one call, where generate() does not say it
         self.planned_forward: Callable[..., Any] | None = None
         self.first_times = FirstTimes(self.comm)

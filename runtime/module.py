@@ -434,6 +434,9 @@ def _compiled_class(original: Any) -> type[Any]:
         def make(self: CompiledModule, batch: int, length: int, encoded: Tensor | None) -> Any:
             return self.autopar.new_cache(batch, length, encoded)
 
+        def whole(self: CompiledModule, length: int) -> int:
+            return int(self.autopar.cache_maker.length(length))
+
         def without(self: CompiledModule) -> None:
             check_has_logits(self.autopar.comm.axes)
 
@@ -441,7 +444,7 @@ def _compiled_class(original: Any) -> type[Any]:
             return self.autopar.prefill_chunk
 
         namespace["_prepare_cache_for_generation"] = generating(
-            original._prepare_cache_for_generation, make, without, chunk
+            original._prepare_cache_for_generation, make, without, chunk, whole
         )
         namespace["create_masks_for_generate"] = spelled_out(original)
     if hasattr(original, "resize_token_embeddings"):

@@ -81,6 +81,8 @@ class SeenWhole(DTensor):
                 return found
         if isinstance(first, SeenWhole) and name in PIECEWISE and not first.requires_grad and first._whole is None:
             return _piecewise(func, first, args[1:], kwargs)
+        if name == "__deepcopy__" and isinstance(first, SeenWhole):
+            return func(whole(first), *args[1:])  # what else is being copied, which comes along, is half made
         if any(isinstance(each, DTensor) and not isinstance(each, SeenWhole) for each in _tensors(args, kwargs)):
             args, kwargs = tree_map(_as_dtensor, (args, kwargs))
             return func(*args, **kwargs)

@@ -16,18 +16,25 @@ from autopar.planner.generation import Generation, whole_pieces
 
 @dataclass(frozen=True, slots=True)
 class CacheMaker:
-    """Makes caches. planned: what was planned for, if anything. storage: of keys and values (`base/codes.py`)."""
+    """Makes caches. planned: what was planned for, if anything. storage: of keys and values (`base/codes.py`). model:
+    whose, on meta. ways: in how many equal pieces the length of a cache is cut.
+    """
 
     planned: Generation | None
     storage: str | None
+    model: nn.Module | None = None
+    ways: int = 1
 
-    def __call__(
-        self, model: nn.Module, ways: int, batch: int, length: int, device: torch.device, encoded: Tensor | None
-    ) -> Any:
-        """See `caches.new_cache`; of the length that was planned, where that is more, and of `ways` equal pieces."""
+    def __call__(self, batch: int, length: int, device: torch.device, encoded: Tensor | None) -> Any:
+        """See `caches.new_cache`; of the length that was planned, where that is more."""
+        assert self.model is not None
         if self.planned is not None:
             length = max(length, self.planned.positions(behind_encoder=encoded is not None))
-        return new_cache(model, batch, whole_pieces(length, ways), device, encoded, self.storage)
+        return new_cache(self.model, batch, self.length(length), device, encoded, self.storage)
+
+    def length(self, wanted: int) -> int:
+        """The least length from `wanted` on that may be cut."""
+        return whole_pieces(wanted, self.ways)
 
 
 def maker(planned: Generation | None, storage: str | None) -> CacheMaker:

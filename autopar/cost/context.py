@@ -86,6 +86,8 @@ def _choice(strategy: AxisStrategy, size: int, rule: Rule, stripes: int) -> Choi
     zigzag = stripes > 1 and strategy.zigzag
     if size == 1:
         return NONE
+    if strategy.attention == "keys":
+        return Choice("factor", "p") if "p" in rule.sizes else NONE
     if strategy.attention == "ring":
         return Choice("ring", "s", stripes if zigzag else 1, zigzag=zigzag)
     if strategy.attention == "queries":

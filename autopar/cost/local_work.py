@@ -190,7 +190,8 @@ def _attention_shape(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
     """Local rows (batch · heads · queries), keys, and the head sizes of keys and values."""
     local = _local_sizes(rule, choices, sizes)
     rows = math.prod(size for name, size in local.items() if name in ("b", "h", "r", "s"))
-    return rows, local.get("t", 1.0), local.get("d", 1.0), local.get("e", local.get("d", 1.0))
+    keys = math.prod(size for name, size in local.items() if name in ("t", "p", "c"))  # in pieces: p of c
+    return rows, keys, local.get("d", 1.0), local.get("e", local.get("d", 1.0))
 
 
 def _few_rows(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:

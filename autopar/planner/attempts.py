@@ -353,7 +353,8 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
         return least_seconds(program, programs.computing_s(mode), strategies, asked.mesh)
 
     excluded, values = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
-    for strategies in sorted(context_candidates(asked), key=lambda each: least_s(each, modes[0])):
+    cached = bool(programs.traced.states) and not asked.training
+    for strategies in sorted(context_candidates(asked, cached=cached), key=lambda each: least_s(each, modes[0])):
         spread, splits = Spread.of(strategies, asked.mesh), _splits(strategies)
         for mode in modes:
             if splits in excluded or least_s(strategies, mode) >= tried.step_s:

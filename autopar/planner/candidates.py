@@ -13,6 +13,7 @@ from autopar.strategies.names import AUTO, Strategy, check_experts, is_tensor_ax
 from autopar.strategies.request import Request
 
 _ONE = ("ulysses", "allgather_kv", "ring")
+_CACHED = ("split_kv",)
 _TWO = (("ring", "ulysses"), ("allgather_kv", "ulysses"), ("ulysses", "ulysses"), ("allgather_kv", "allgather_kv"))
 
 
@@ -54,9 +55,9 @@ def _exchanging(mesh: Mesh) -> list[Strategy]:
     return wanted
 
 
-def context_candidates(request: Request) -> list[tuple[AxisStrategy, ...]]:
+def context_candidates(request: Request, *, cached: bool = False) -> list[tuple[AxisStrategy, ...]]:
     """Context strategies on the axes that are `auto`: on those that are for the sequence by name, else on any one; the
-    others split data, or tensors where that is their name.
+    others split data, or tensors where that is their name. cached: the program has caches, whose length may be split.
     """
     mesh = request.mesh
     free = [a for a, each in zip(mesh.axis_names, request.strategies, strict=True) if each is AUTO and mesh.size(a) > 1]
@@ -65,6 +66,7 @@ def context_candidates(request: Request) -> list[tuple[AxisStrategy, ...]]:
     found = []
     for own in groups:
         ways = _TWO if len(own) == 2 else tuple((each,) * len(own) for each in _ONE)
+        ways = (*ways, *((each,) * len(own) for each in _CACHED if cached))
         for way, data in itertools.product(ways, ("ddp", "zero3") if len(free) > len(own) else ("ddp",)):
             given = dict(zip(own, way, strict=True))
             rest = {axis: "tensor" if is_tensor_axis(axis) else data for axis in mesh.axis_names if axis not in own}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,13 @@ from autopar.base.huggingface.caches import states_among
 from autopar.base.stored_weights import check_not_trained
 from autopar.ir.program import MODES, Mode, Program
 from autopar.machine.mesh import Mesh
+from autopar.planner.generation import pieces_pinned
 from autopar.planner.inputs import bind_inputs, to_dtype
 from autopar.planner.microbatches import best_microbatches, check_microbatches
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.planning import best_plan
-from autopar.strategies.context import of_cache
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import Spread, of_cache
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
 from autopar.strategies.request import Attempt, Progress
@@ -63,11 +66,13 @@ def decide(
     if microbatches is not None and microbatches < 1:
         raise AutoparError(f"{microbatches} microbatches", remedy="use 1 or more")
     inputs, strategies = bind_inputs(model, (), example_inputs), resolve(strategy, mesh)
+    strategies = of_cache(strategies) if inference and states_among(inputs) else strategies
+    stage = mesh if asked is None else mesh.without(AXIS)
     request = Attempt(
         model,
         inputs,
-        mesh if asked is None else mesh.without(AXIS),
-        of_cache(strategies) if inference and states_among(inputs) else strategies,
+        stage,
+        strategies,
         tuple(constraints),
         float(mesh.hardware.memory_bytes) if memory_limit is None else float(memory_limit),
         to_dtype(precision),
@@ -75,6 +80,7 @@ def decide(
         microbatches=1 if inference or microbatches is None else microbatches,
         pipeline=asked,
         roots=None if roots is None else tuple(roots),
+        spread=_as_before(strategies, stage, pieces_pinned(inputs, constraints, stage)),
         captured={} if captured is None else captured,
     )
     if not inference:
@@ -91,3 +97,9 @@ def decide(
         check_microbatches(request)
     alone = asked is None or inference or microbatches is not None
     return make(request) if alone else best_microbatches(request, make)
+
+
+def _as_before(strategies: Sequence[AxisStrategy], mesh: Mesh, pieces: int) -> Spread | None:
+    """What a program is prepared for beyond what its strategies need: caches that come in more pieces."""
+    own = Spread.of(strategies, mesh)
+    return replace(own, pieces=pieces) if pieces > own.pieces else None

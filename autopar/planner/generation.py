@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.base.codes import check_storage
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface.caches import states_among
+from autopar.base.huggingface.reuse import position_dims
+from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
 from autopar.strategies.context import ways_of_cache
-from autopar.strategies.names import Strategy, pipeline_of, resolve
+from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
 
 
@@ -23,6 +29,25 @@ def ways_of(strategy: Strategy, mesh: Mesh) -> int:
     """
     stage = mesh if pipeline_of(strategy, mesh) is None else mesh.without(AXIS)
     return ways_of_cache(resolve(strategy, mesh), stage)
+
+
+def pieces_pinned(inputs: Mapping[str, Any], pins: Sequence[Pin], mesh: Mesh) -> int:
+    """In how many pieces the length of the caches among inputs is cut by pins, as an earlier phase left them.
+
+    mesh: of a stage.
+    """
+    dims = {
+        f"{name}.{number}": dim
+        for name in states_among(inputs)
+        for number, dim in enumerate(position_dims(inputs[name]))
+    }
+    axes = {
+        axis
+        for pin in pins
+        for axis, placement in pin.placements
+        if dims.get(pin.pattern) is not None and placement == Shard(dims[pin.pattern])
+    }
+    return math.prod(size for axis, size in mesh.axes if axis in axes)
 
 
 def whole_pieces(length: int, ways: int) -> int:

@@ -232,11 +232,13 @@ def generating(
     make: Maker,
     without: Callable[[Any], None] = lambda model: None,
     chunk: Callable[[Any], int | None] = lambda model: None,
+    whole: Callable[[Any, int], int] = lambda model, length: length,
 ) -> Callable[..., None]:
     """`_prepare_cache_for_generation` of a compiled model, which gives `generate()` a cache of ours.
 
     original: the model's own. without: called with the model where no cache is wanted; may raise. chunk: of the model,
-    the tokens of a prompt in one call, where the call does not say it.
+    the tokens of a prompt in one call, where the call does not say it. whole: of the model, the least length of a cache
+    from another on that may be cut.
     """
 
     def prepare(
@@ -262,7 +264,7 @@ def generating(
             model_kwargs[name] = make(self, rows, length, encoded_among(model_kwargs))
         else:
             length = needed(model_kwargs, length, config.max_new_tokens)
-            model_kwargs[name] = fitting(model_kwargs[name], rows, length)
+            model_kwargs[name] = fitting(model_kwargs[name], rows, whole(self, length))
         if config.prefill_chunk_size is not None:
             setattr(model_kwargs[name], SPELLED_OUT, True)
         if mode.value == "assisted_generation":
