@@ -40,12 +40,13 @@ def pieces_pinned(inputs: Mapping[str, Any], pins: Sequence[Pin], mesh: Mesh) ->
         f"{name}.{number}": dim
         for name in states_among(inputs)
         for number, dim in enumerate(position_dims(inputs[name]))
+        if dim is not None
     }
     axes = {
         axis
         for pin in pins
         for axis, placement in pin.placements
-        if dims.get(pin.pattern) is not None and placement == Shard(dims[pin.pattern])
+        if pin.pattern in dims and placement == Shard(dims[pin.pattern])
     }
     return math.prod(size for axis, size in mesh.axes if axis in axes)
 

@@ -13,7 +13,9 @@ from torch import Tensor
 import autopar
 from autopar import operators as ops
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface import caches
 from autopar.ir.sharding import Shard
+from autopar.planner.generation import pieces_pinned
 
 WANTED = autopar.Generation(batch=2, prompt=5, new_tokens=4)
 TENSOR = {"cp": "split_kv", "tp": "tensor"}
@@ -187,3 +189,37 @@ def test_what_has_no_cache_is_told() -> None:
         autopar.plan(_model("llama"), autopar.Mesh({"cp": 2}), example_inputs=batch, strategy="split_kv")
     with pytest.raises(AutoparError, match="finds no keys and values to split"):
         _planned("mamba", {"cp": 2}, "split_kv")
+
+
+@pytest.mark.slow
+def test_auto_splits_a_long_cache_of_one_key_head() -> None:
+    """Breaks if `auto` does not try it, if the phase that comes second knows nothing of pieces, or if merging is priced
+    higher than reading half a million positions: one key head, of which `tensor` reads all on every rank.
+    """
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    wanted = autopar.Generation(batch=1, prompt=8, new_tokens=500_001)
+    plan = autopar.plan_generation(model, autopar.Mesh({"cp": 2}), wanted)
+    assert plan.cache_bytes == 2 * 2 * 500_008 * 64 * 4 // 2 + 2 * 8
+    for phase in plan:
+        assert phase.spread is not None and phase.spread.pieces == 2
+
+
+def test_later_phases_know_how_a_cache_was_left() -> None:
+    """Breaks if a cache in pieces is read by a program that knows none, or other dims that are split are taken for it."""
+    inputs = {"past_key_values": caches.new_cache(_model("llama"), 2, 8, torch.device("cpu"))}
+    mesh = autopar.Mesh({"cp": 2, "tp": 4})
+
+    def pieces(*pins: Any) -> int:
+        return pieces_pinned(inputs, pins, mesh)
+
+    keys, values, count = (f"past_key_values.{number}" for number in range(3))
+    assert pieces() == pieces(autopar.pin(keys, cp=Shard(1)), autopar.pin("weight", cp=Shard(2))) == 1
+    assert pieces(autopar.pin(keys, cp=Shard(2)), autopar.pin(values, cp=Shard(2), tp=Shard(1))) == 2
+    assert pieces(autopar.pin(values, cp=Shard(2), tp=Shard(2)), autopar.pin(count, cp=Shard(0))) == 8
