@@ -1,13 +1,12 @@
 """The way through: the ordered list of passes, and what happens between them.
 
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ name_values
-                 ─ rematerialize ─ spread_heads ─ split_keys
-                 ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit
-                 ─► Python
+                 ─ rematerialize ─ spread_heads ─ split_keys ─ annotate ─ place ─ insert_collectives ─ interleave
+                 ─ split_stages ─ overlap ─ emit ─► Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
-attention reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and
-(AUTOPAR_DUMP=dir) written to `03_outline.txt`.
+attention reads is moved for its sake, `interleave` where tokens go to their experts. Between passes, and nowhere else,
+the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from autopar.passes.differentiate import differentiate
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.fuse_elementwise import fuse_elementwise
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.interleave import interleave
 from autopar.passes.name_values import name_values
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
@@ -127,6 +127,7 @@ LOWER: tuple[Pass, ...] = (
     Pass(
         "insert_collectives", lambda program, request: insert_collectives(program, halves=request.pipeline is not None)
     ),
+    Pass("interleave", lambda program, request: _interleave(program, request)),
     Pass("split_stages", lambda program, request: _split_stages(program, request)),
     Pass("overlap", lambda program, request: _overlap(program, request)),
 )
@@ -209,6 +210,18 @@ def _annotate(program: Program, request: Attempt) -> Program:
 
 def _named(request: Request) -> Iterator[tuple[str, AxisStrategy]]:
     return zip(request.mesh.axis_names, request.strategies, strict=True)
+
+
+def _interleave(program: Program, request: Attempt) -> Program:
+    """Where a memory limit does not hold what is on its way then, exchanges run by themselves."""
+    if program.overlap is not None and not program.overlap.exchanges:  # decided before: the program of a saved plan
+        return program
+    beside = interleave(program)
+    limit = request.memory_limit_bytes
+    if beside is program or program.overlap is not None or limit is None or request.pipeline is not None:
+        return beside
+    fits = step_peak_bytes(overlap(beside, strategies=request.strategies)) <= limit
+    return beside if fits else program
 
 
 def _split_stages(program: Program, request: Attempt) -> Program:

@@ -26,6 +26,7 @@ from autopar.ir.placement import Overlap, ParameterLayout, SharedParameter
 from autopar.ir.program import Program
 from autopar.ir.reads import reads_in_backward
 from autopar.ir.region import Bucket, Call, Move, Region
+from autopar.ir.rings import is_beside
 from autopar.ir.sharding import Sharding, Step, redistribution_steps
 from autopar.ir.values import Variable
 from autopar.strategies.axis import AxisStrategy
@@ -66,7 +67,8 @@ def overlap(
     notes = tuple(note for note in program.notes if not note.startswith(NOTE))
     if extra and not fits:
         notes += (f"{NOTE}: {extra / 2**20:.4g} MiB more in flight would not fit the memory limit",)
-    return replace(program, overlap=Overlap(fits, at_end, extra if fits else 0), notes=notes)
+    beside = any(is_beside(lowered) for region in program.regions for lowered in region.lowered.values())
+    return replace(program, overlap=Overlap(fits, at_end, extra if fits else 0, beside), notes=notes)
 
 
 class _Buckets:

@@ -29,7 +29,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Event, Message, Pending
-from autopar.runtime.exchange import exchange_experts, exchange_experts_grad
+from autopar.runtime.exchange import Coming, Sent, exchange_experts, exchange_experts_grad, send_tokens
 from autopar.runtime.p2p import Departures, as_sendable, connect, issue, issue_together, tells_of_time
 from autopar.runtime.ring import ring_attention, ring_attention_backward
 from autopar.runtime.transfers import Transfers
@@ -76,24 +76,51 @@ class MeshComm(Communicator):
         """As `ring_attention_backward`, and the gradient of the float bias to this rank's queries."""
         return ring_attention_backward(self, axis, tensors, options, with_bias=True)
 
-    def exchange_experts(self, axis: str, *tensors: Tensor | None, **options: Any) -> Tensor:
+    def send_tokens(self, axis: str, *tensors: Tensor, experts: int) -> Sent | None:
+        """Let the tokens of an exchange leave for their experts, while the program goes on: `exchange_experts(sent=…)`.
+
+        tensors: x, indices, weights as that takes them; g before them for `exchange_experts_grad`. experts: of this
+        rank. The host waits for how many rows come. None where the axis has one rank.
+        """
+        return send_tokens(self, axis, tensors, experts)
+
+    def take_tokens(self, coming: Coming) -> Tensor | tuple[Tensor, ...]:
+        """Wait for what comes home of an exchange(later=True): its result, or the gradients of tokens and weights.
+
+        Raises:
+            AutoparError: it was taken before.
+        """
+        found = coming.take(self.where)
+        return found[0] if len(found) == 1 else found
+
+    def exchange_experts(
+        self, axis: str, *tensors: Tensor | None, sent: Sent | None = None, later: bool = False, **options: Any
+    ) -> Tensor | Coming:
         """`autopar.operators.experts` of this rank's tokens with the experts of all ranks of the axis, to whom the
         tokens go (runtime/exchange.py).
 
         x[T / n, D], indices, weights: of this rank's tokens, with the experts' numbers among all. first, second, bias:
-        of its E / n experts, S(0) over the axis.
-        """
-        return exchange_experts(self, axis, tensors, options)
+        of its E / n experts, S(0) over the axis. sent: what `send_tokens` gave for the same tokens, if they have left.
+        later: the result is for `take_tokens`, and comes home while the program goes on.
 
-    def exchange_experts_grad(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        Raises:
+            AutoparError: what was sent is another exchange's.
+        """
+        return exchange_experts(self, axis, tensors, options, sent, later)
+
+    def exchange_experts_grad(
+        self, axis: str, *tensors: Tensor | None, sent: Sent | None = None, later: bool = False, **options: Any
+    ) -> tuple[Any, ...]:
         """`autopar.operators.experts_grad`, as `exchange_experts`: of this rank's tokens and weights, and of its own
-        experts' parameters, from all tokens.
+        experts' parameters, from all tokens. later: the first two are one result, for `take_tokens`.
         """
-        return exchange_experts_grad(self, axis, tensors, options)
+        return exchange_experts_grad(self, axis, tensors, options, sent, later)
 
-    def exchange_experts_grad_bias(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+    def exchange_experts_grad_bias(
+        self, axis: str, *tensors: Tensor | None, sent: Sent | None = None, later: bool = False, **options: Any
+    ) -> tuple[Any, ...]:
         """As `exchange_experts_grad`, and the gradient of the bias."""
-        return exchange_experts_grad(self, axis, tensors, options)
+        return exchange_experts_grad(self, axis, tensors, options, sent, later)
 
 
 class RecordingComm(MeshComm):
@@ -204,6 +231,9 @@ class ProcessGroupComm(MeshComm):
 
     def _exchange_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Tensor:
         return self._issue(x, event, rows=rows)()
+
+    def _begin_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Callable[[], Tensor]:
+        return self._issue(x, event, rows=rows)
 
     def _begin(self, x: Tensor, event: Event, owned: bool) -> Callable[[], Tensor]:
         return self._issue(x, event, owned)

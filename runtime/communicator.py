@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -15,16 +14,8 @@ from autopar.ir.positions import starts
 from autopar.ir.sharding import Shard, local_shape, parse_sharding, splits_of
 from autopar.runtime.event import Event, Message, Notes, Pending
 from autopar.runtime.pieces import coordinates, cut, join, take
-from autopar.runtime.streams import Stream, Streams, streams_of
+from autopar.runtime.streams import Side, Streams, streams_of
 from autopar.runtime.trail import Trail
-
-
-@dataclass(slots=True)
-class Side:
-    """The stream that a rank's transfers run on. readers: the streams that have waited for any, by their number."""
-
-    stream: Stream
-    readers: dict[int, Stream] = field(default_factory=dict)
 
 
 class Communicator:
@@ -49,7 +40,7 @@ class Communicator:
         self.recorder: Notes | None = None
         self.trail = Trail()
         self._journal: list[list[Event] | None] = [None]
-        self._side: list[Side] = []
+        self._sides: dict[str, Side] = {}
         self._views: dict[tuple[str, ...], Any] = {}
         self._index = dict(zip(self.axes, coordinates(rank, self.sizes), strict=True))
         self._size = dict(zip(self.axes, self.sizes, strict=True))
@@ -73,7 +64,7 @@ class Communicator:
         key = tuple(axes)
         if key not in self._views:
             view = self._within(key)
-            view._journal, view._side, view.streams = self._journal, self._side, self.streams
+            view._journal, view._sides, view.streams = self._journal, self._sides, self.streams
             view.trail = self.trail
             self._views[key] = view
         return self._views[key]
@@ -81,10 +72,13 @@ class Communicator:
     @property
     def side(self) -> Side:
         """Where there are streams: the one of this rank's transfers, for all views."""
+        return self._side_of("transfers")
+
+    def _side_of(self, what: str) -> Side:
         assert self.streams is not None
-        if not self._side:
-            self._side.append(Side(self.streams.new()))
-        return self._side[0]
+        if what not in self._sides:
+            self._sides[what] = Side(self.streams.new())
+        return self._sides[what]
 
     def at(self, where: str) -> None:
         """Name the place in the program from which the next collectives come."""
@@ -172,6 +166,29 @@ class Communicator:
         rows[i][j]: how many rank i has for rank j, the same on every rank; x has those of this one in order. Fractions
         where nothing is sent (a program that is run dry): what is expected.
         """
+        return self._exchange_rows(x, self._record_rows(x, axis, rows), [list(map(round, each)) for each in rows])
+
+    def begin_rows(self, x: Tensor, axis: str, rows: Sequence[Sequence[float]]) -> Callable[[], Tensor]:
+        """`exchange_rows` beside what is computed meanwhile; the function returned waits for what comes. x must not be
+        changed before.
+
+        On CUDA rows travel on a stream of their own, so that they do not queue behind parameters (`transfers`).
+        """
+        event, counts = self._record_rows(x, axis, rows), [list(map(round, each)) for each in rows]
+        if self.streams is None:
+            return self._begin_rows(x, event, counts)
+        streams, side = self.streams, self._side_of("rows")
+        found, place = side.run(streams, lambda: self._exchange_rows(x, event, counts))
+        sent = [x]  # kept until this stream has waited: its memory is not given out again before
+
+        def wait() -> Tensor:
+            side.wait(streams, [place])
+            sent.clear()
+            return found
+
+        return wait
+
+    def _record_rows(self, x: Tensor, axis: str, rows: Sequence[Sequence[float]]) -> Event:
         here = self._index[axis]
         own = rows[here]
         away = sum(own) - own[here]
@@ -180,7 +197,7 @@ class Communicator:
         dtype = str(x.dtype).removeprefix("torch.")
         event = Event("exchange", axis, shape, dtype, away * row_bytes, self.where)
         self._note(event)
-        return self._exchange_rows(x, event, [list(map(round, each)) for each in rows])
+        return event
 
     def positions(self, global_shape: Sequence[int], sharding_text: str) -> list[Tensor]:
         """Per dim the global index (int64, 1-D, on `device`) of each local element under `sharding_text`; cached.
@@ -358,6 +375,11 @@ class Communicator:
     def _exchange_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Tensor:
         """rows[i][j] rows of rank i's `x` go to rank j; contiguous."""
         raise NotImplementedError
+
+    def _begin_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Callable[[], Tensor]:
+        """The same; subclasses may return before it has ended."""
+        result = self._exchange_rows(x, event, rows)
+        return lambda: result
 
 
 def _divided(total: int, num: int) -> int | float:

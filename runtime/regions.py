@@ -23,7 +23,10 @@ logger = logging.getLogger("autopar")
 _PHASES = ("_forward", "_backward", "_backward_input", "_backward_weight")
 _TRACED = ("index", "size")
 _RINGS = ("ring_attention", "ring_attention_backward", "ring_attention_backward_bias")
-_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "transfers", *_RINGS)
+_EXCHANGES = (
+    "send_tokens", "take_tokens", "exchange_experts", "exchange_experts_grad", "exchange_experts_grad_bias",
+)  # fmt: skip
+_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "transfers", *_RINGS, *_EXCHANGES)
 _CALLS = ("at", "slice", "positions", "starts", "accumulate", *_COLLECTIVES)
 
 

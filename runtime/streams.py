@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from autopar.base.torch_compat.devices import sleep_on
+
+
+T = TypeVar("T")
 
 
 class Event(Protocol):
@@ -46,6 +51,34 @@ class Streams(Protocol):
 
     def sleep(self, seconds: float) -> None:
         """The current stream does nothing for so long."""
+
+
+@dataclass(slots=True)
+class Side:
+    """A stream beside the one that computes. readers: the streams that have waited for any of it, by their number."""
+
+    stream: Stream
+    readers: dict[int, Stream] = field(default_factory=dict)
+
+    def run(self, streams: Streams, work: Callable[[], T]) -> tuple[T, Event]:
+        """Queue work behind all that the current stream, and those that read what was made here, were told before; what
+        it gives, and the place to wait for.
+        """
+        current = streams.current()
+        for stream in {current.cuda_stream: current, **self.readers}.values():
+            self.stream.wait_stream(stream)
+        with streams.on(self.stream):
+            found = work()
+            event = streams.event()
+            event.record(self.stream)
+        return found, event
+
+    def wait(self, streams: Streams, places: Sequence[Event]) -> None:
+        """The current stream, not the host, waits for what was queued."""
+        current = streams.current()
+        for place in places:
+            current.wait_event(place)
+        self.readers[current.cuda_stream] = current
 
 
 class CudaStreams:

@@ -102,21 +102,13 @@ class Transfers:
         for bucket in buckets:
             self._values.update(bucket.finish())
         if self._queued and self._comm.streams is not None:
-            current = self._comm.streams.current()
-            for event, _ in self._queued:
-                current.wait_event(event)
-            self._comm.side.readers[current.cuda_stream] = current
+            self._comm.side.wait(self._comm.streams, [event for event, _ in self._queued])
             self._queued = []
         return self._values
 
     def _queue(self, bucket: _Bucket, streams: Streams) -> None:
-        side, current, sent = self._comm.side, streams.current(), bucket.tensors
-        for stream in {current.cuda_stream: current, **side.readers}.values():
-            side.stream.wait_stream(stream)
-        with streams.on(side.stream):
-            found = bucket.finish()
-            event = streams.event()
-            event.record(side.stream)
+        sent = bucket.tensors
+        found, event = self._comm.side.run(streams, bucket.finish)
         self._values.update(found)
         self._queued.append((event, sent))
 

@@ -10,6 +10,7 @@ from autopar.cost.accumulation import accumulation_seconds
 from autopar.cost.collectives import bucket_rows, phase_collectives
 from autopar.cost.operator_time import region_seconds
 from autopar.cost.step_time import CallTime, Chain, Lane, Message, Walk, step_walk
+from autopar.cost.under_way import hidden_beside
 from autopar.ir.placement import Overlap, SharedParameter
 from autopar.ir.program import Program
 from autopar.ir.region import Bucket, Region
@@ -91,7 +92,8 @@ def call_time(program: Program, region: Region) -> CallTime:
     """What one call of a region computes and moves, in one microbatch; the backward is 0 in inference."""
     mesh = program.on_mesh
     seconds = {"forward": 0.0, "backward": 0.0}
-    for name, taken in region_seconds(region, mesh).items():
+    computed = region_seconds(region, mesh)
+    for name, taken in computed.items():
         seconds["forward" if name in region.forward_nodes else "backward"] += taken
     inside: dict[str, dict[Lane, float]] = {"forward": {}, "backward": {}}
     for phase in seconds:
@@ -99,6 +101,7 @@ def call_time(program: Program, region: Region) -> CallTime:
             lane = lane_of(mesh, row.axis)
             inside[phase][lane] = inside[phase].get(lane, 0.0) + row.seconds
             seconds[phase] += row.seconds
+        seconds[phase] -= hidden_beside(program, region, phase, computed)
     moved = transfer_times(program, region)
     return replace(
         moved,

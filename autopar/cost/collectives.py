@@ -20,7 +20,7 @@ from autopar.ir.placement import ParameterLayout
 from autopar.ir.program import Program
 from autopar.ir.reads import reads_in_half
 from autopar.ir.region import Bucket, NodeStrategy, Region
-from autopar.ir.rings import is_exchange, sends_inside
+from autopar.ir.rings import NO_COLLECTIVES, is_exchange, sends_inside
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import local_shape
 from autopar.ir.stages import Pipeline
@@ -161,7 +161,7 @@ def phase_collectives(program: Program, region: Region, phase: str, count: int) 
             yield _exchange(program, region, phase, node, count)
         elif sends_inside(node):
             yield _ring(program, region, phase, node, count)
-        elif node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts"):
+        elif node.op == "call_method" and node.target not in NO_COLLECTIVES:
             yield _inside(program, region, phase, node, count)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from autopar.cost.roofline import collective_time_s
 from autopar.ir.choices import Choice, local_sizes
@@ -18,6 +19,8 @@ from autopar.ir.rule import Rule
 from autopar.machine.mesh import Mesh
 from autopar.operators.basic import wide_dtype
 from autopar.operators.rules.exchange_cost import ranks_of_token, rows_at_once
+
+Way = Literal["there", "back"]
 
 _COUNT = 8
 _NUMBER = 4
@@ -75,17 +78,76 @@ def exchange_of(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequenc
     return Exchange(axis, size, away, (row, routing), (row,))
 
 
-def exposed_s(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh, imbalance: float) -> float:
-    """Seconds of the exchange: the numbers of rows, then rows there and back, of the rank that has most of them."""
+class Ways(NamedTuple):
+    """Seconds of an exchange: ranks tell each other how many rows they have for whom, then rows go there, and back."""
+
+    counts_s: float
+    there_s: float
+    back_s: float
+
+
+def ways_of(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh, imbalance: float) -> Ways:
+    """Of the rank that has most rows; nothing without an exchange."""
     found = exchange_of(call, rule, strategy, mesh.sizes)
     if found is None:
-        return 0.0
+        return Ways(0.0, 0.0, 0.0)
     link, launch = mesh.link(mesh.axis_names[found.axis]), mesh.hardware.collective_launch_s
     rows = imbalance * found.away * found.size / (found.size - 1)
-    total = collective_time_s("all_gather", found.size * found.size * _COUNT, found.size, link, launch)
-    for row in (*found.there, *found.back):
-        total += collective_time_s("all_to_all", rows * row, found.size, link, launch)
-    return total
+    counts_s = collective_time_s("all_gather", found.size * found.size * _COUNT, found.size, link, launch)
+    there_s, back_s = (
+        sum(collective_time_s("all_to_all", rows * row, found.size, link, launch) for row in way)
+        for way in (found.there, found.back)
+    )
+    return Ways(counts_s, there_s, back_s)
+
+
+def exposed_s(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh, imbalance: float) -> float:
+    """Seconds of the exchange where nothing runs beside it."""
+    return sum(ways_of(call, rule, strategy, mesh, imbalance))
+
+
+def under_way_bytes(way: Way, call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> int:
+    """The most that an exchange holds while something else runs: beside its operands the rows of a round that are on
+    their way, where they leave and where they come, and on the way home what earlier rounds have brought.
+
+    way: `there` or `back`.
+    """
+    found = exchange_of(call, rule, strategy, sizes)
+    if found is None:
+        return 0
+    local = local_sizes(rule, strategy.choices, sizes)
+    _, (x, weights) = _tokens_of(call)
+    tokens, chosen = local["t"], weights.shape[-1]
+    rows = _most_rows(rule, chosen, tokens, found.size)
+    held = rows * 2 * sum(getattr(found, way)) + 8 * tokens * min(chosen, found.size)
+    if way == "back":
+        brought = local["d"] * wide_dtype(x.dtype).itemsize
+        held += tokens * (brought + (chosen * weights.dtype.itemsize if len(found.back) > 1 else 0))
+    return math.ceil(held)
+
+
+def sending_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> int:
+    """The most that `send_tokens` holds: what is under way then, and which token goes where."""
+    found = exchange_of(call, rule, strategy, sizes)
+    if found is None:
+        return 0
+    _, (_, weights) = _tokens_of(call)
+    tokens, chosen = local_sizes(rule, strategy.choices, sizes)["t"], weights.shape[-1]
+    places = tokens * (found.size + chosen * 16 + 16 * min(chosen, found.size))
+    # Rows of several tensors are put together; numbers and weights are packed.
+    rows = _most_rows(rule, chosen, tokens, found.size) * sum(found.there)
+    return under_way_bytes("there", call, rule, strategy, sizes) + rows + places
+
+
+def taking_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> int:
+    """The most that `take_tokens` holds beside its result: what was under way, its rows as what they are added to."""
+    found = exchange_of(call, rule, strategy, sizes)
+    if found is None:
+        return 0
+    local = local_sizes(rule, strategy.choices, sizes)
+    _, (x, weights) = _tokens_of(call)
+    wide = _most_rows(rule, weights.shape[-1], local["t"], found.size) * local["d"] * wide_dtype(x.dtype).itemsize
+    return under_way_bytes("back", call, rule, strategy, sizes) + math.ceil(wide)
 
 
 def buffer_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> int:

@@ -36,6 +36,11 @@ def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh
     return rings.exposed_s(call, rule, strategy, mesh, _block_seconds(call, rule, strategy, mesh))
 
 
+def ways_of(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> exchanges.Ways:
+    """`exposed_seconds` of an exchange, way by way."""
+    return exchanges.ways_of(call, rule, strategy, mesh, mesh.hardware.expert_imbalance)
+
+
 def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], float]:
     """Seconds of the floating point operations of one call of the kernel."""
     work = local_work(call, rule, strategy, mesh.sizes, in_place=mesh.hardware.graphs)

@@ -72,9 +72,10 @@ class Overlap:
 
     prefetch: the next call's gathers start before this call computes, and one call's reductions run while the next one
     computes. at_end: gradients are reduced when the whole backward is through. extra_bytes: what that holds beyond the
-    placement's timeline.
+    placement's timeline. exchanges: tokens go to their experts, and home, beside what does not depend on them.
     """
 
     prefetch: bool
     at_end: bool
     extra_bytes: int
+    exchanges: bool = True

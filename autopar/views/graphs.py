@@ -22,7 +22,7 @@ from autopar.cost.operator_time import operator_work, region_seconds
 from autopar.ir.nodes import format_target
 from autopar.ir.program import Program
 from autopar.ir.region import Bucket, Region
-from autopar.ir.rings import sends_inside
+from autopar.ir.rings import SEND, TAKE, sends_inside
 from autopar.ir.sharding import format_sharding
 from autopar.ir.tensor_type import dtype_name
 from autopar.ir.values import ValueRef
@@ -40,7 +40,7 @@ from autopar.planner.plan.drawn import (
 from autopar.views.experts import experts_of
 from autopar.views.origins import with_origins
 
-HIDDEN = ("index", "positions", "starts")
+HIDDEN = ("index", "positions", "starts", SEND)
 """Methods of `comm` that say where a rank's elements lie."""
 
 _ORIGIN = re.compile(r"(.*?)\s*(?:\(([^()]*)\))?\Z", re.DOTALL)
@@ -171,6 +171,9 @@ class _Phase:
     def _node(self, node: fx.Node) -> None:
         holder = node.args[0] if node.args else None
         if node.op == "call_method" and node.target in HIDDEN:
+            return
+        if node.target == TAKE or "holds" in node.meta and node.target is operator.getitem:
+            self.ref[node] = self.ref[node.all_input_nodes[-1]]  # the exchange's
             return
         if node.target is operator.getitem and isinstance(holder, fx.Node) and holder.op == "placeholder":
             self.ref[node] = f"p:{node.args[1]}"

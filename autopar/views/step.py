@@ -24,10 +24,11 @@ from autopar.cost.collectives import Collective, phase_collectives
 from autopar.cost.estimate import Cost
 from autopar.cost.operator_time import region_seconds
 from autopar.cost.step_time import Event, Walk
+from autopar.cost.under_way import moving
 from autopar.ir.placement import Overlap
 from autopar.ir.program import Program
 from autopar.ir.region import Region
-from autopar.ir.rings import sends_inside
+from autopar.ir.rings import NO_COLLECTIVES, is_beside, sends_inside
 
 DIGITS = 9
 """Significant digits of a span's numbers."""
@@ -158,16 +159,25 @@ def _inside(program: Program) -> dict[tuple[str, str], list[_Inside]]:
         whole = call_time(program, region)
         seconds = region_seconds(region, program.on_mesh)
         for phase, total in (("forward", whole.forward_s), ("backward", whole.backward_s)):
+            if phase in region.lowered and is_beside(region.lowered[phase]):
+                found[region.name, phase] = [
+                    _Inside(each.row, lane_of(program.on_mesh, each.row.axis), *_parts(each.start_s, each.end_s, total))
+                    for each in moving(program, region, phase, seconds)
+                ]
+                continue
             rows = list(phase_collectives(program, region, phase, 1)) if phase in region.lowered else []
             places = _places(region, phase, seconds) if rows else []
             now, own = 0.0, []
             for before, row in zip(places, rows, strict=True):
                 start = before + now
                 now += row.seconds
-                parts = (start / total, min(1.0, (before + now) / total)) if total else (0.0, 0.0)
-                own.append(_Inside(row, lane_of(program.on_mesh, row.axis), *parts))
+                own.append(_Inside(row, lane_of(program.on_mesh, row.axis), *_parts(start, before + now, total)))
             found[region.name, phase] = own
     return found
+
+
+def _parts(start: float, end: float, total: float) -> tuple[float, float]:
+    return (start / total, min(1.0, end / total)) if total else (0.0, 0.0)
 
 
 def _places(region: Region, phase: str, seconds: Mapping[str, float]) -> Iterator[float]:
@@ -182,7 +192,7 @@ def _places(region: Region, phase: str, seconds: Mapping[str, float]) -> Iterato
             until = place.get(node.meta["operator"] if ring else node.name, -1) + 1
             now += sum(seconds[name] for name in order[reached:until])
             reached = max(reached, until)
-        if ring or (node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts")):
+        if ring or (node.op == "call_method" and node.target not in NO_COLLECTIVES):
             yield now
 
 

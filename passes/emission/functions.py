@@ -195,10 +195,12 @@ def _picks(node: fx.Node) -> dict[int, fx.Node]:
 
 def _line(node: fx.Node, variables: FunctionNames, axes: Sequence[str]) -> str:
     picks, left = _picks(node), _left(node, variables)
-    note = ", ".join(comment(picks[i], axes) for i in sorted(picks)) if picks else comment(node, axes)
+    notes = [comment(picks[i], axes) for i in sorted(picks)] if picks else [comment(node, axes)]
+    note = ", ".join(each for each in notes if each)
     if sends_inside(node):
         before, *arguments = statement_lines(node, variables.expression)
-        return "\n".join([f"    {left} = {before}", *(f"        {each}" for each in arguments), f"    )  # {note}"])
+        last = f"    )  # {note}" if note else "    )"
+        return "\n".join([f"    {left} = {before}", *(f"        {each}" for each in arguments), last])
     text = f"    {left} = {variables.statement(node)}"
     return f"{text.ljust(WIDTH if len(text) < WIDTH else 0)}  # {note}" if note else text
 

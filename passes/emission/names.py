@@ -148,6 +148,8 @@ class FunctionNames:
         if len(node.users) != 1 or self._is_several(node) or node in self._targets or node in self._own_lines:
             return False
         (user,) = node.users
+        if "holds" in node.meta:  # on its way from here on
+            return False
         if user.op == "output" or _count(user, node) != 1:
             return False
         if "type" not in node.meta:  # a number, or numbers, that `comm` knows

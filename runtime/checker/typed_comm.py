@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -118,14 +119,24 @@ class TypedComm(RecordingComm):
     def ring_attention_backward_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
         return self._ring("ring_attention_backward_bias", axis, tensors, options)
 
+    def send_tokens(self, axis: str, *tensors: Any, experts: int) -> Any:
+        return TypedSent(self._at(axis), tensors, experts, self.typing.where)
+
+    def take_tokens(self, coming: Any) -> Any:
+        if not isinstance(coming, TypedComing) or coming.is_taken:
+            what = "taken before" if isinstance(coming, TypedComing) else "no exchange with later=True"
+            raise self.typing.error(f"what take_tokens waits for is {what}", [coming])
+        coming.is_taken = True
+        return coming.results[0] if len(coming.results) == 1 else coming.results
+
     def exchange_experts(self, axis: str, *tensors: Any, **options: Any) -> Any:
-        return self._exchanged("exchange_experts", axis, tensors, options)
+        return self._exchanged("exchange_experts", axis, tensors, **options)
 
     def exchange_experts_grad(self, axis: str, *tensors: Any, **options: Any) -> Any:
-        return self._exchanged("exchange_experts_grad", axis, tensors, options)
+        return self._exchanged("exchange_experts_grad", axis, tensors, **options)
 
     def exchange_experts_grad_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
-        return self._exchanged("exchange_experts_grad_bias", axis, tensors, options)
+        return self._exchanged("exchange_experts_grad_bias", axis, tensors, **options)
 
     def moved(self, x: Tensor, *steps: Step) -> Tensor:
         """`moved_quietly`, where a mode types what is called."""
@@ -212,9 +223,51 @@ class TypedComm(RecordingComm):
         kept = {key: value for key, value in options.items() if key not in ("outer", "zigzag", "visits")}
         return self.typing.typed(_OPERATORS[name], tensors, kept, ring)
 
-    def _exchanged(self, name: str, axis: str, tensors: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def _exchanged(
+        self, name: str, axis: str, tensors: Sequence[Any], sent: Any = None, later: bool = False, **options: Any
+    ) -> Any:
         way = ExchangeCall(self._at(axis)) if self.size(axis) > 1 else None
-        return self.typing.typed(_OPERATORS[name], tensors, options, way)
+        if sent is not None:
+            self._arrive(name, axis, tensors, sent)
+        found = self.typing.typed(_OPERATORS[name], tensors, options, way)
+        if not later:
+            return found
+        if isinstance(found, Tensor):
+            return TypedComing((found,))
+        return TypedComing(tuple(found[:2])), *found[2:]
+
+    def _arrive(self, name: str, axis: str, tensors: Sequence[Any], sent: Any) -> None:
+        """Tokens that have left are those of the exchange that waits for them, which is one, and not over by now."""
+        if not isinstance(sent, TypedSent):
+            raise self.typing.error(f"{name} waits for what no send_tokens gave", [])
+        given = tensors[: len(sent.tensors)]
+        is_whole = len(sent.tensors) == (3 if name == "exchange_experts" else 4)
+        same = is_whole and all(one is other for one, other in zip(sent.tensors, given, strict=True))
+        if sent.is_taken or sent.where != self.typing.where or sent.axis != self._at(axis) or not same:
+            raise self.typing.error(f"{name} waits for tokens that were sent for another exchange", given)
+        if sent.experts != tensors[len(given)].shape[0]:
+            have = tensors[len(given)].shape[0]
+            raise self.typing.error(f"tokens were sent to {sent.experts} experts a rank, of which there are {have}", [])
+        sent.is_taken = True
+
+
+@dataclass(slots=True)
+class TypedSent:
+    """`Sent` of a program that is checked."""
+
+    axis: int
+    tensors: tuple[Any, ...]
+    experts: int
+    where: str
+    is_taken: bool = False
+
+
+@dataclass(slots=True)
+class TypedComing:
+    """`Coming` of a program that is checked."""
+
+    results: tuple[Any, ...]
+    is_taken: bool = False
 
 
 class TypedTransfers:

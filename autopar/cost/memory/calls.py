@@ -18,6 +18,7 @@ from autopar.cost.memory.buckets import local_bytes as parameter_bytes
 from autopar.cost.memory.regions import RegionMemory, region_memory
 from autopar.cost.operator_time import region_seconds
 from autopar.cost.roofline import optimizer_time_s
+from autopar.cost.under_way import hidden_beside
 from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF, half_of, weight_half_reads_parameters
 from autopar.ir.placement import ParameterLayout
 from autopar.ir.program import Program
@@ -278,12 +279,14 @@ def _phase_seconds(program: Program, region: Region) -> dict[str, float]:
     phases: dict[str, tuple[str, ...]] = {
         "forward": ("forward",), "input": ("backward", INPUT_HALF), "weight": ("backward", WEIGHT_HALF)
     }  # fmt: skip
-    for name, taken in region_seconds(region, mesh).items():
+    seconds = region_seconds(region, mesh)
+    for name, taken in seconds.items():
         for phase in phases[halves[name]]:
             if phase in region.lowered:
                 found[phase] += taken
     for phase in region.lowered:
         found[phase] += sum(row.seconds for row in phase_collectives(program, region, phase, 1))
+        found[phase] -= hidden_beside(program, region, phase, seconds)
     return found
 
 

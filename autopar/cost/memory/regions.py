@@ -72,6 +72,10 @@ class Storages:
             last[owner] = max([last.get(owner, order[owner]), *(order[user] for user in node.users)])
         changes = [0.0] * (len(order) + 2)
         for owner, end in last.items():
+            if (holds := owner.meta.get("holds")) is not None:  # what is on its way, between two statements
+                changes[order[_made_by(owner)] + 1] += holds(self.mesh.sizes)
+                changes[end] -= holds(self.mesh.sizes)
+                continue
             is_argument = owner.op == "placeholder"
             if is_argument and owner.name not in freed:
                 continue

@@ -14,7 +14,7 @@ from autopar.ir.classes import value_classes
 from autopar.ir.collectives import COLLECTIVES
 from autopar.ir.program import Program
 from autopar.ir.region import Region
-from autopar.ir.rings import sends_inside
+from autopar.ir.rings import TAKE, sends_inside
 from autopar.views.explain.subjects import Subject
 
 Move = tuple[str, str, str, str, str]
@@ -171,7 +171,7 @@ def _moves_after(region: Region, phase: str, node: fx.Node) -> Iterator[Move]:
     for user in node.users:
         if _is_move(user):
             yield _move(region, phase, user)
-        if _is_move(user) or user.target is operator.getitem or user.target == "slice" or "joins" in user.meta:
+        if _is_move(user) or user.target is operator.getitem or user.target in ("slice", TAKE) or "joins" in user.meta:
             yield from _moves_after(region, phase, user)
 
 

@@ -1,0 +1,265 @@
+"""interleave: while tokens are on their way to experts, and home, what does not depend on them is computed.
+
+Requires: phase `lowered`.
+Ensures: the same phase and numbers; an exchange beside which something can run is three statements, between which that
+    stands, where the step is predicted shorter by it. Nothing is sent more or less, and every rank issues the same in
+    the same order. `send_tokens` tells how many rows come, and lets the first round leave; `later` has the last one
+    come home by itself.
+
+    shared = ops.linear(x, …)                       sent = comm.send_tokens("ep", x, indices, weights, experts=4)
+    mixed = comm.exchange_experts("ep", x, …)   →   shared = ops.linear(x, …)
+    y = mixed + shared                              mixed = comm.exchange_experts("ep", x, …, sent=sent, later=True)
+                                                    shared = ops.linear(shared, …)
+                                                    mixed = comm.take_tokens(mixed)
+                                                    y = mixed + shared
+
+What is independent is taken from right before the exchange, then from behind it; no more than takes as long as the
+exchange. What is beside another exchange, or sends tokens, or keys, by itself, stays where it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from autopar.cost import exchanges
+from autopar.cost.exchanges import Ways
+from autopar.cost.operator_time import region_seconds, ways_of
+from autopar.cost.under_way import hidden_beside
+from autopar.ir.nodes import NAME
+from autopar.ir.program import Program
+from autopar.ir.region import LoweredFunction, Region
+from autopar.ir.rings import SEND, TAKE, is_exchange, is_under_way, num_results, sends_inside
+from autopar.machine.mesh import Mesh
+
+WORTH = 0.02
+"""An exchange is taken apart where so much of its seconds is hidden: three statements are more to read than one."""
+LEAST = 0.01
+"""So much of an exchange's seconds a statement takes for whose sake it, and what it needs, is moved."""
+HOME = 2
+"""Of a gradient, how many results come home, the first ones: those of tokens and of weights."""
+BESIDE = "beside"
+"""In a node's meta: it runs beside an exchange."""
+
+_Following = Callable[[fx.Node], Iterable[fx.Node]]
+
+
+def interleave(program: Program) -> Program:
+    """Let exchanges run beside what does not depend on them."""
+    regions = {}
+    for region in program.regions:
+        lowered = {phase: _Phase(program, region, phase).interleaved() for phase in region.lowered}
+        if any(lowered[phase] is not region.lowered[phase] for phase in lowered):
+            regions[region.name] = replace(region, lowered=lowered)
+    return program.with_regions(regions) if regions else program
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What runs beside one exchange: first on the way there, then on the way home; in order."""
+
+    exchange: fx.Node
+    there: Sequence[fx.Node]
+    home: Sequence[fx.Node]
+
+
+class _Phase:
+    """One phase of a region."""
+
+    def __init__(self, program: Program, region: Region, phase: str) -> None:
+        self.program, self.region, self.phase = program, region, phase
+        self.lowered = region.lowered[phase]
+
+    def interleaved(self) -> LoweredFunction:
+        exchanges_ = [node for node in self.lowered.graph.nodes if self._moves(node) and not is_under_way(node)]
+        if not exchanges_:
+            return self.lowered
+        self.seconds = region_seconds(self.region, self.program.on_mesh)
+        found = self.lowered
+        for name in [node.name for node in exchanges_]:
+            # A graph whose exchange is taken apart is another one, in which names stay.
+            exchange = next(node for node in found.graph.nodes if node.name == name)
+            plan = self._plan(found.graph, exchange)
+            if not plan.there and not plan.home:
+                continue
+            tried = _taken_apart(found, plan, self.region, self.program.on_mesh)
+            saved = self._hidden(tried) - self._hidden(found)
+            if saved > WORTH * sum(self._ways(exchange)):
+                found = tried
+        return found
+
+    def _moves(self, node: fx.Node) -> bool:
+        return is_exchange(node) and self.program.on_mesh.size(str(node.args[1])) > 1
+
+    def _hidden(self, lowered: LoweredFunction) -> float:
+        region = replace(self.region, lowered={**self.region.lowered, self.phase: lowered})
+        return hidden_beside(self.program, region, self.phase, self.seconds)
+
+    def _ways(self, exchange: fx.Node) -> Ways:
+        name = exchange.meta["operator"]
+        return ways_of(*self.region.ops[name], self.region.strategies[name], self.program.on_mesh)
+
+    def _plan(self, graph: fx.Graph, exchange: fx.Node) -> _Plan:
+        """The independent statements next to the exchange that take as long as it is on the link, in two parts of which
+        as much as can be is hidden.
+        """
+        ways = self._ways(exchange)
+        need, chosen = ways.there_s + ways.back_s, list[fx.Node]()
+        before, behind = _independent(graph, exchange)
+        before = self._worth_moving(before, need, lambda node: node.users)
+        behind = self._worth_moving(behind, need, lambda node: node.all_input_nodes)
+        while before and self._taken(chosen) < need:
+            chosen.insert(0, before.pop())
+        while behind and self._taken(chosen) < need:
+            chosen.append(behind.pop(0))
+        if not self._taken(chosen):
+            return _Plan(exchange, [], [])
+
+        def hidden(cut: int) -> float:
+            return min(self._taken(chosen[:cut]), ways.there_s) + min(self._taken(chosen[cut:]), ways.back_s)
+
+        cut = max(range(len(chosen) + 1), key=hidden)
+        there, home = (part if self._taken(part) else [] for part in (chosen[:cut], chosen[cut:]))
+        return _Plan(exchange, there, home)
+
+    def _worth_moving(self, nodes: Sequence[fx.Node], need: float, following: _Following) -> list[fx.Node]:
+        """Those that take a part of the exchange's time, and what has to move with them."""
+        moved = _reached([node for node in nodes if self._taken([node]) > LEAST * need], following)
+        return [node for node in nodes if node in moved]
+
+    def _taken(self, nodes: Iterable[fx.Node]) -> float:
+        return sum(self.seconds.get(node.meta.get("operator", node.name), 0.0) for node in nodes)
+
+
+def _independent(graph: fx.Graph, exchange: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What may run beside an exchange: of what stands before it, and of what stands behind it; in order.
+
+    Each may be taken from the end that is next to the exchange: whatever reads something of the first is in it too, or
+    behind the exchange; whatever something of the second reads is in it too, or before.
+    """
+    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+    at = nodes.index(exchange)
+    fixed = [node for node in nodes if _stays(node) and node is not exchange]
+    no_later = _reached([exchange, *fixed], lambda node: node.all_input_nodes)
+    no_sooner = _reached([exchange, *fixed], lambda node: node.users)
+    return [node for node in nodes[:at] if node not in no_later], [node for node in nodes[at:] if node not in no_sooner]
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a statement is not to be moved: it sends by itself, or something runs beside it already."""
+    return sends_inside(node) or node.target in (SEND, TAKE) or BESIDE in node.meta
+
+
+def _reached(roots: Iterable[fx.Node], following: _Following) -> set[fx.Node]:
+    """The roots, and all that follows on them."""
+    found, waiting = set[fx.Node](), list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += following(node)
+    return found
+
+
+def _taken_apart(lowered: LoweredFunction, plan: _Plan, region: Region, mesh: Mesh) -> LoweredFunction:
+    """A copy, with the same names, in which an exchange is two or three statements, with what runs beside it between
+    them.
+    """
+    writer = _Writer(lowered, plan, region, mesh)
+    for node in lowered.graph.nodes:
+        if node is plan.exchange:
+            writer.exchange()
+        elif node.target is operator.getitem and node.args[0] is plan.exchange and plan.home:
+            writer.pick(node)
+        elif node not in writer.moved:
+            writer.copy(node)
+    return replace(lowered, graph=writer.graph)
+
+
+class _Writer:
+    """Writes the copy. moved: what is not where it was."""
+
+    def __init__(self, lowered: LoweredFunction, plan: _Plan, region: Region, mesh: Mesh) -> None:
+        self.plan, self.graph, self._mesh = plan, fx.Graph(), mesh
+        self.moved = {*plan.there, *plan.home}
+        self._taken = {node.name for node in lowered.graph.nodes}
+        self._made: dict[fx.Node, fx.Node] = {}
+        name = plan.exchange.meta["operator"]
+        self._priced = (*region.ops[name], region.strategies[name])
+        self._is_single = num_results(plan.exchange) == 1
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """The statement as it is."""
+        made = self._made[node] = self.graph.node_copy(node, self._made.__getitem__)
+        return made
+
+    def exchange(self) -> None:
+        """Its statements, and what is between them."""
+        plan, exchange, sent = self.plan, self.plan.exchange, None
+        comm = self._made[exchange.args[0]]  # type: ignore[index]
+        if plan.there:
+            sent = self._send(comm)
+            self._beside(plan.there)
+        made = self.copy(exchange)
+        if sent is not None:
+            made.update_kwarg("sent", sent)
+        if plan.home:
+            made.update_kwarg("later", True)
+            self._beside(plan.home)
+            self._take(comm, made)
+
+    def pick(self, node: fx.Node) -> None:
+        """A result of an exchange whose first two come home by themselves."""
+        index = int(node.args[1])  # type: ignore[call-overload]
+        source, place = self._made[self.plan.exchange], index - HOME + 1
+        if index < HOME:
+            source, place = self._home, index
+        made = self.graph.create_node("call_function", operator.getitem, (source, place), name=node.name)
+        made.meta = dict(node.meta)
+        self._made[node] = made
+
+    def _send(self, comm: fx.Node) -> fx.Node:
+        exchange, (call, rule, strategy) = self.plan.exchange, self._priced
+        _, axis, *operands = exchange.args
+        tokens = [self._made[each] for each in operands[: 3 if self._is_single else 4]]  # type: ignore[index]
+        assert rule.exchange is not None
+        experts = rule.sizes[rule.exchange.key] // self._mesh.size(str(axis))
+        made = self._create("call_method", SEND, (comm, axis, *tokens), {"experts": experts}, "sent")
+        made.meta["origin"] = exchange.meta.get("origin", "")
+        made.meta["holds"] = partial(exchanges.under_way_bytes, "there", call, rule, strategy)
+        made.meta["buffers"] = partial(exchanges.sending_bytes, call, rule, strategy)
+        return made
+
+    def _take(self, comm: fx.Node, made: fx.Node) -> None:
+        exchange, priced, coming = self.plan.exchange, self._priced, made
+        if not self._is_single:
+            coming = self._create("call_function", operator.getitem, (made, 0), {}, "coming")
+        coming.meta["holds"] = partial(exchanges.under_way_bytes, "back", *priced)
+        self._home = home = self._create("call_method", TAKE, (comm, coming), {}, f"{exchange.name}_home")
+        home.meta["buffers"] = partial(exchanges.taking_bytes, *priced)
+        if self._is_single:
+            home.meta |= {key: value for key, value in exchange.meta.items() if key not in ("operator", "buffers")}
+            home.meta["buffers"] = partial(exchanges.taking_bytes, *priced)
+            home.meta[NAME] = exchange.meta.get(NAME) or exchange.name
+            made.meta[NAME] = home.meta[NAME]
+            self._made[exchange] = home
+        else:
+            home.meta["origin"] = exchange.meta.get("origin", "")
+            home.meta["num_results"] = HOME
+
+    def _beside(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self.copy(node).meta[BESIDE] = True
+
+    def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> fx.Node:
+        """A new node, whose name no other has or will have."""
+        number, free = 0, name
+        while free in self._taken:
+            number, free = number + 1, f"{name}_{number + 1}"
+        self._taken.add(free)
+        return self.graph.create_node(op, target, args, kwargs, name=free)
