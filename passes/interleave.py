@@ -144,9 +144,8 @@ def _independent(graph: fx.Graph, exchange: fx.Node) -> tuple[list[fx.Node], lis
     """
     nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     at = nodes.index(exchange)
-    fixed = [node for node in nodes if _stays(node) and node is not exchange]
-    no_later = _reached([exchange, *fixed], lambda node: node.all_input_nodes)
-    no_sooner = _reached([exchange, *fixed], lambda node: node.users)
+    no_later = _reached([exchange, *filter(_stays, nodes[:at])], lambda node: node.all_input_nodes)
+    no_sooner = _reached([exchange, *filter(_stays, nodes[at:])], lambda node: node.users)
     return [node for node in nodes[:at] if node not in no_later], [node for node in nodes[at:] if node not in no_sooner]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar import operators as ops
-from autopar.cost.exchanges import buffer_bytes, exchange_of, exposed_s
+from autopar.base.errors import AutoparError
+from autopar.cost.exchanges import (
+    buffer_bytes,
+    exchange_of,
+    exposed_s,
+    sending_bytes,
+    taking_bytes,
+    under_way_bytes,
+)
 from autopar.cost.roofline import collective_time_s
 from autopar.ir.choices import Choice, shardings
 from autopar.ir.op_call import OpCall, op_call
@@ -27,7 +35,9 @@ from autopar.operators.rules.lookup import rule_for
 from autopar.runtime import exchange
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
+from autopar.runtime.streams import Streams
 from tests.unit.passes.test_stage_costs import LiveBytes
+from tests.unit.runtime.racing import RacingStreams
 
 pytestmark = pytest.mark.unit
 TOKENS, WIDTH, EXPERTS, INNER, CHOSEN = 16, 6, 8, 5, 2
@@ -83,22 +93,37 @@ class Case:
         gradient = comm.exchange_experts_grad_bias if len(self.parameters) == 3 else comm.exchange_experts_grad
         return [comm.exchange_experts("dp", *given, **OPTIONS), *gradient("dp", g, *given, **OPTIONS)]
 
+    def beside(self, comm: Any) -> list[Tensor]:
+        """As `on`, tokens leaving before and coming home after other statements, forward and backward at once."""
+        g, *given = self.part(comm)
+        name = "exchange_experts_grad_bias" if len(self.parameters) == 3 else "exchange_experts_grad"
+        experts = given[3].shape[0]
+        sent = comm.send_tokens("dp", *given[:3], experts=experts)
+        back = comm.send_tokens("dp", g, *given[:3], experts=experts)
+        coming = comm.exchange_experts("dp", *given, sent=sent, later=True, **OPTIONS)
+        home, *of_parameters = getattr(comm, name)("dp", g, *given, sent=back, later=True, **OPTIONS)
+        made = comm.take_tokens(coming)
+        return [made, *comm.take_tokens(home), *of_parameters]
 
-def check(case: Case, num: int, tolerance: float = 1e-12) -> None:
-    pieces = SimulatedMesh(("dp",), (num,)).run(case.on)
+
+def check(case: Case, num: int, tolerance: float = 1e-12, run: Callable[[Case, Any], list[Tensor]] = Case.on) -> None:
+    pieces = SimulatedMesh(("dp",), (num,)).run(lambda comm: run(case, comm))
     for number, wanted in enumerate(case.whole()):
         found = torch.cat([each[number] for each in pieces])
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=number: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("run", [Case.on, Case.beside])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_is_experts_at_one_place(name: str, num: int, biased: bool) -> None:
+def test_is_experts_at_one_place(
+    name: str, num: int, biased: bool, run: Callable[[Case, Any], list[Tensor]]
+) -> None:
     """Breaks if a token misses an expert, comes back to another place, is weighted twice, or a gradient of experts is
-    of this rank's tokens alone.
+    of this rank's tokens alone; if two exchanges that are under way at once get each other's rows.
     """
-    check(Case(routing(name), biased), num)
+    check(Case(routing(name), biased), num, run=run)
 
 
 def test_one_token_with_one_expert() -> None:
@@ -106,9 +131,14 @@ def test_one_token_with_one_expert() -> None:
     check(Case(torch.tensor([[3], [0]])), 2)
 
 
+@pytest.mark.parametrize("run", [Case.on, Case.beside])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_in_several_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks if what is more than a round holds is dropped, or ranks take different numbers of rounds."""
+def test_in_several_rounds(
+    name: str, run: Callable[[Case, Any], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if what is more than a round holds is dropped, or ranks take different numbers of rounds; if a later round
+    comes home twice, or not at all, where the last one does by itself.
+    """
     monkeypatch.setattr(exchange_cost, "SPARE", 0.1)
     rounds: set[int] = set()
     counted = exchange.rounds_of
@@ -118,7 +148,7 @@ def test_in_several_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return counted(rows, at_once)
 
     monkeypatch.setattr(exchange, "rounds_of", count)
-    check(Case(routing(name), biased=True), 4)
+    check(Case(routing(name), biased=True), 4, run=run)
     assert max(rounds) >= (4 if name == "hot" else 2)
 
 
@@ -131,6 +161,44 @@ def test_narrow_tokens_and_weights_of_another_dtype() -> None:
     check(case, 2, tolerance=2 * torch.finfo(torch.bfloat16).eps)
     _, _, dweights, *_ = SimulatedMesh(("dp",), (2,)).run(case.on)[0]
     assert dweights.dtype == torch.float32
+
+
+def test_two_exchanges_race_with_nothing() -> None:
+    """Breaks if what comes is read, or what leaves is changed, before streams have waited for each other."""
+    streams = RacingStreams()
+    case = Case(routing("random"), biased=True)
+    mesh = SimulatedMesh(("dp",), (4,), device="cpu", streams=cast(Streams, streams), late_s=1e-3)
+    found = mesh.run(lambda comm: [each * 1 for each in case.beside(comm)])
+    assert streams.races == []
+    plain = SimulatedMesh(("dp",), (4,)).run(case.beside)
+    assert all(torch.equal(a, b) for one, other in zip(found, plain, strict=True) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("tokens twice", "waits for tokens that were taken by another exchange before"),
+        ("another kind", "waits for tokens that were sent over dp"),
+        ("home twice", "what comes home from experts was taken before"),
+    ],
+)
+def test_what_is_under_way_is_taken_once(what: str, says: str) -> None:
+    """Breaks if rows of one exchange are what another computes with, or sums are handed out again."""
+    case = Case(routing("balanced"))
+
+    def run(comm: Any) -> None:
+        g, *given = case.part(comm)
+        sent = comm.send_tokens("dp", *given[:3], experts=EXPERTS // 2)
+        if what == "another kind":
+            comm.exchange_experts_grad("dp", g, *given, sent=sent, **OPTIONS)
+        coming = comm.exchange_experts("dp", *given, sent=sent, later=True, **OPTIONS)
+        if what == "tokens twice":
+            comm.exchange_experts("dp", *given, sent=sent, **OPTIONS)
+        comm.take_tokens(coming)
+        comm.take_tokens(coming)
+
+    with pytest.raises(AutoparError, match=says):
+        SimulatedMesh(("dp",), (2,)).run(run)
 
 
 # -------------------------------------------------------------------------------------------------- what it costs
@@ -194,14 +262,15 @@ def test_a_token_goes_once_to_each_rank() -> None:
     assert first.bytes_sent == TOKENS // 2 * WIDTH * 8 and not any(e.bytes_sent for e in logs[0][1:3])
 
 
-def test_dry_run_sends_what_was_planned() -> None:
+@pytest.mark.parametrize("run", [Case.on, Case.beside])
+def test_dry_run_sends_what_was_planned(run: Callable[[Case, Any], list[Tensor]]) -> None:
     """Breaks if a program that is run without peers logs other bytes than the plan has, or other shapes come out."""
     comm = RecordingComm(("dp",), (2,), 0)
     case = Case(routing("random"))
     for name in ("g", "x", "indices", "weights"):
         setattr(case, name, getattr(case, name).to("meta"))
     case.parameters = [each.to("meta") for each in case.parameters]
-    shapes = [tuple(each.shape) for each in case.on(comm)]
+    shapes = [tuple(each.shape) for each in run(case, comm)]
     assert shapes == [(8, WIDTH), (8, WIDTH), (8, CHOSEN), (4, 2 * INNER, WIDTH), (4, WIDTH, INNER)]
     wanted = sum(planned(8, 2, CHOSEN, grad)[0] for grad in (False, True))
     assert sum(event.bytes_sent for event in comm.log or ()) == pytest.approx(wanted, rel=1e-12)
@@ -283,3 +352,63 @@ def test_adversaries_send_and_hold_what_was_planned(
                 assert sent == ways[number].bytes_routed(rows, rank), (number, rank, rows)
                 most[number] = max(most[number], peak / (bound + own))
     assert min(most) > 0.4, most  # a bound that says something
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_adversaries_hold_what_was_planned_under_way(
+    grad: bool, monkeypatch: pytest.MonkeyPatch, count: int = 25
+) -> None:
+    """Breaks if tokens that have left, or come home, while something else runs hold more than the plan says, or if the
+    exchange between them, or the statements themselves, do.
+    """
+    tokens, num, chosen = 64, 4, 2
+    module = importlib.import_module("autopar.operators.experts")
+    plain = SimpleNamespace(experts=module.experts, experts_grad=module.experts_grad)
+    monkeypatch.setattr(exchange, "_operators", plain)
+    send = SimulatedComm._exchange_rows
+
+    def begun(self: SimulatedComm, x: Tensor, event: Any, rows: list[list[int]]) -> Callable[[], Tensor]:
+        with _disable_current_modes():
+            found = send(self, x, event, rows)
+        kept = [x, found.clone()]  # as processes do, until it has come
+
+        def wait() -> Tensor:
+            here = kept.pop()
+            kept.clear()
+            return here
+
+        return wait
+
+    monkeypatch.setattr(SimulatedComm, "_begin_rows", begun)
+    monkeypatch.setattr(SimulatedComm, "_exchange_rows", lambda *args: begun(*args)())
+    node = priced(tokens, num, chosen, grad, torch.float64)
+    there, back = (under_way_bytes(way, *node, (num,)) for way in ("there", "back"))
+    bounds = [sending_bytes(*node, (num,)), there, buffer_bytes(*node, (num,)), back, taking_bytes(*node, (num,))]
+
+    def run(comm: SimulatedComm, case: Case) -> list[tuple[int, int]]:
+        g, *given = case.part(comm)
+        given = [g, *given] if grad else given
+        call = comm.exchange_experts_grad if grad else comm.exchange_experts
+        with LiveBytes([g, *given]) as live:
+            sent = comm.send_tokens("dp", *given[: len(given) - 2], experts=given[-1].shape[0])
+            found = [(live.peak, 0), (live.now, 0)]
+            live.peak = live.now
+            made: Any = call("dp", *given, sent=sent, later=True, **OPTIONS)
+            del sent
+            coming, own = (made[0], made[1:]) if grad else (made, [])
+            del made
+            size = sum(each.nbytes for each in own)
+            found += [(live.peak, size), (live.now, size)]
+            live.peak = live.now
+            results = comm.take_tokens(coming)
+            size += sum(each.nbytes for each in (results if grad else [results]))
+            return [*found, (live.peak, size)]
+
+    most = [0.0] * len(bounds)
+    for indices in adversaries(count, tokens * num, chosen):
+        case = Case(indices)
+        for found in SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case)):
+            for number, ((held, own), bound) in enumerate(zip(found, bounds, strict=True)):
+                assert held <= bound + own, (number, held, bound, own)
+                most[number] = max(most[number], held / (bound + own))
+    assert min(most) > 0.4, most
