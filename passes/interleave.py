@@ -214,7 +214,7 @@ class _Writer:
 
     def pick(self, node: fx.Node) -> None:
         """A result of an exchange whose first two come home by themselves."""
-        index = int(node.args[1])  # type: ignore[call-overload]
+        index: Any = node.args[1]
         source, place = self._made[self.plan.exchange], index - HOME + 1
         if index < HOME:
             source, place = self._home, index

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from autopar.base.torch_compat.devices import sleep_on
 
-
 T = TypeVar("T")
 
 

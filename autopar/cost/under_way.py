@@ -1,8 +1,8 @@
 """A phase of a region in which exchanges run beside what does not depend on them (passes/interleave.py).
 
-Statements come one after the other; what a `send_tokens` lets leave is on the link from there on, and the exchange waits
-until it has come; so with what comes home, and its `take_tokens`. A link carries one thing after the other. How many
-rows come is told by everyone before any leave, and nothing runs beside that.
+Statements come one after the other; what a `send_tokens` lets leave is on the link from there on, and the exchange
+waits until it has come; so with what comes home, and its `take_tokens`. A link carries one thing after the other. How
+many rows come is told by everyone before any leave, and nothing runs beside that.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ EXCHANGES = {
 """The operators whose rows may go to the ranks of what they need, and the communicator's methods that run them."""
 
 SEND, TAKE = "send_tokens", "take_tokens"
-"""Lets an exchange's tokens leave before the exchange (`sent=`), and waits for what comes home of it (`later=True`): what
-stands between them and the exchange runs beside it.
+"""Lets an exchange's tokens leave before the exchange (`sent=`), and waits for what comes home of it (`later=True`):
+what stands between them and the exchange runs beside it.
 """
 
 NO_COLLECTIVES = frozenset({"slice", "index", "positions", "starts", SEND, TAKE})

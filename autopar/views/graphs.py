@@ -172,7 +172,7 @@ class _Phase:
         holder = node.args[0] if node.args else None
         if node.op == "call_method" and node.target in HIDDEN:
             return
-        if node.target == TAKE or "holds" in node.meta and node.target is operator.getitem:
+        if node.target == TAKE or ("holds" in node.meta and node.target is operator.getitem):
             self.ref[node] = self.ref[node.all_input_nodes[-1]]  # the exchange's
             return
         if node.target is operator.getitem and isinstance(holder, fx.Node) and holder.op == "placeholder":

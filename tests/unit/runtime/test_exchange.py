@@ -117,9 +117,7 @@ def check(case: Case, num: int, tolerance: float = 1e-12, run: Callable[[Case, A
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_is_experts_at_one_place(
-    name: str, num: int, biased: bool, run: Callable[[Case, Any], list[Tensor]]
-) -> None:
+def test_is_experts_at_one_place(name: str, num: int, biased: bool, run: Callable[[Case, Any], list[Tensor]]) -> None:
     """Breaks if a token misses an expert, comes back to another place, is weighted twice, or a gradient of experts is
     of this rank's tokens alone; if two exchanges that are under way at once get each other's rows.
     """
