@@ -86,6 +86,35 @@ def test_a_region_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(pieces) == len(re.findall(r"^def \w+_(forward|backward)\(comm, p", plan.source, re.MULTILINE)) > 3
 
 
+EXCHANGE = """
+def layer_forward(comm, p, x, indices, weights):
+    sent = comm.send_tokens("dp", x, indices, weights, experts=4)
+    y = x * 2
+    made = comm.exchange_experts(
+        "dp", x, indices, weights, p["first"], p["second"], act="mul(silu(gate), up)", sent=sent, later=True
+    )
+    y = y + 1
+    made = comm.take_tokens(made)
+    return made + y
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exchanges_stand_between_compiled_pieces(ranks: int) -> None:
+    """Breaks if a compiled region cannot call an exchange, or what is on its way does not get through to who waits."""
+    namespace: dict[str, Any] = {}
+    exec(EXCHANGE, namespace)
+    plain = namespace["layer_forward"]
+    torch._dynamo.reset()
+    regions.compile_regions(namespace, "<program>", "eager")
+    torch.manual_seed(0)
+    p = {"first": torch.randn(4, 10, 6), "second": torch.randn(4, 6, 5)}
+    x, indices, weights = torch.randn(5, 6), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    comm = RecordingComm(("dp",), (ranks,), 0, "cpu")
+    found = namespace["layer_forward"](comm, p, x, indices, weights)
+    assert torch.equal(found, plain(comm, p, x, indices, weights))
+
+
 def test_no_operator_has_an_argument_named_out() -> None:
     """Breaks as the one above, of operators that it does not call."""
     for name in dir(torch.ops.autopar):
