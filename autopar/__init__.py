@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.api.planning import plan
     from autopar.api.proof import Proof
     from autopar.api.search import SearchResult, search
+    from autopar.api.search_generation import GenerationSearch
     from autopar.base.errors import AutoparError
     from autopar.base.stored_weights import store_weights
     from autopar.ir.sharding import Partial, Replicate, Shard
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AutoparError", "Cluster", "Generation", "GenerationPlan", "Mesh", "Partial", "Plan", "Proof", "Replicate",
-    "Request", "SearchResult", "Served", "Shard", "Watch", "__version__", "backend", "compile", "expert_imbalance",
-    "load_checkpoint", "pin", "pipeline", "plan", "plan_generation", "resume_or_start", "search", "store_weights",
-    "strategies", "watch",
+    "AutoparError", "Cluster", "Generation", "GenerationPlan", "GenerationSearch", "Mesh", "Partial", "Plan", "Proof",
+    "Replicate", "Request", "SearchResult", "Served", "Shard", "Watch", "__version__", "backend", "compile",
+    "expert_imbalance", "load_checkpoint", "pin", "pipeline", "plan", "plan_generation", "resume_or_start", "search",
+    "store_weights", "strategies", "watch",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -45,7 +46,8 @@ _MODULE_OF_NAME = {
     "Plan": "autopar.api.plan", "Proof": "autopar.api.proof", "Replicate": "autopar.ir.sharding",
     "Shard": "autopar.ir.sharding", "backend": "autopar.api.backend", "compile": "autopar.api.compile",
     "pin": "autopar.strategies.names", "plan": "autopar.api.planning", "Cluster": "autopar.planner.search.cluster",
-    "SearchResult": "autopar.api.search", "search": "autopar.api.search",
+    "GenerationSearch": "autopar.api.search_generation", "SearchResult": "autopar.api.search",
+    "search": "autopar.api.search",
     "Generation": "autopar.planner.generation", "GenerationPlan": "autopar.api.generation",
     "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
     "expert_imbalance": "autopar.machine.imbalance",

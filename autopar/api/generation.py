@@ -132,19 +132,21 @@ def planned(
     pins: Sequence[Pin],
     *,
     is_open: bool,
+    captured: dict[str, dict[object, Program]] | None = None,
 ) -> GenerationPlan:
     """The plans of both phases.
 
     options: of `autopar.plan`. pins: what the user asked for. is_open: whether costs decide where parameters and caches
-    lie, so that it counts which phase goes first.
+    lie, so that it counts which phase goes first. captured: what was traced for these sizes before, by phase; gets what
+    is.
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=options.get("hardware"))
     inputs = phase_inputs(model, generation, ways_of(options["strategy"], mesh))
-    captured: dict[str, dict[object, Program]] = {name: {} for name in PHASES}
+    traced = {} if captured is None else captured
 
     def make(phase: str, pins: Sequence[Pin], strategy: Strategy) -> Plan:
         found = decide(
-            model, mesh, example_inputs=inputs[phase], inference=True, captured=captured[phase],
+            model, mesh, example_inputs=inputs[phase], inference=True, captured=traced.setdefault(phase, {}),
             **{**options, "constraints": tuple(pins), "strategy": strategy},
         )  # fmt: skip
         return dressed(found)

@@ -65,6 +65,24 @@ def parse_generate(text: str | None, cache: str | None = None, weights: str | No
     return Generation(int(match[1]), int(match[2]), int(match[4]), chunk=chunk, cache=cache)
 
 
+def read_generate(
+    generate: str | None, batches: str | None, batch: str | None
+) -> tuple[Generation | None, tuple[int, ...] | None]:
+    """What a search is for: None for training; and the batches that it compares, None for the usual ones."""
+    if generate is None:
+        if batches is not None:
+            raise AutoparError("--batches goes with --generate", remedy="use --batch for training")
+        return None, None
+    if batch is not None:
+        raise AutoparError("--generate says the tokens", remedy="leave --batch out; --batches 1,8,64 names batches")
+    if batches is None:
+        return parse_generate(generate), None
+    texts = [text.strip() for text in batches.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,8}", text) for text in texts):
+        raise AutoparError(f"{batches!r} names no batches", remedy="write numbers of sequences, as in 1,8,64")
+    return parse_generate(generate), tuple(map(int, texts))
+
+
 def make_generation_plan(
     steps: Steps,
     loaded: LoadedModel,

@@ -27,6 +27,7 @@ from autopar.cli.input import (  # fmt: skip
     make_plan,
     parse_bytes,
     parse_generate,
+    read_generate,
     read_limits,
     read_mesh,
     read_strategy,
@@ -193,15 +194,29 @@ def search(
         list[str] | None, typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp).")
     ] = None,
     expert_imbalance: Imbalance = None,
+    generate: Generate = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(help="With --generate: sequences at once, 1,8,64,256. Default: 1, 4, 16, … and --generate's."),
+    ] = None,
     layers: Layers = None,
     tiny: Tiny = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw time against memory of all that was compared here (.svg, .png, .pdf).")
+        Path | None,
+        typer.Option(
+            help="Draw time against memory of all that was compared here, with --generate time of a token against "
+            "tokens a second (.svg, .png, .pdf)."
+        ),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the best plan here (JSON).")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the best plan here (JSON); with --generate, of those planned that of most tokens/s."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare meshes, strategies, schedules and microbatches for MODEL on a cluster. Needs no GPU and no weights."""
+    """Compare meshes, strategies, schedules and microbatches for MODEL on a cluster; with --generate, meshes and
+    batches for generate(). Needs no GPU and no weights.
+    """
     with Steps() as steps:
         with errors(2):
             from autopar.planner.search.cluster import Cluster
@@ -210,14 +225,26 @@ def search(
             limits = read_limits(limit or [])
             most = parse_bytes(memory_limit) if memory_limit else None
             precision = precision or ("fp32" if wanted.hardware.device == "cpu" else "bf16")
+            tokens, sizes = read_generate(generate, batches, batch)
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
         with errors(1):
-            from autopar.api.search import search as run
+            import autopar
+            from autopar.planner.inputs import to_dtype
 
-            found = run(
-                loaded.model, wanted, example_inputs=loaded.batch, precision=precision, memory_limit=most, top=top,
-                limits=limits, expert_imbalance=expert_imbalance, progress=steps.part,
-            )  # fmt: skip
+            options: dict[str, Any] = {
+                "memory_limit": most, "top": top, "limits": limits, "expert_imbalance": expert_imbalance,
+                "progress": steps.part,
+            }  # fmt: skip
+            if tokens is not None:
+                loaded.model.eval().to(to_dtype(precision))
+                result = autopar.search(loaded.model, wanted, generate=tokens, batches=sizes, **options)
+                written = cli_output.write_generation_search(result, plot, save)
+                small = cli_output.search_generation_command(result, model)
+                print(json.dumps(result.to_data(), indent=1) if as_json else f"{result}")
+                for line in (*(f"written: {path}" for path in written), f"next: {small}") if not as_json else ():
+                    print(line)
+                return
+            found = autopar.search(loaded.model, wanted, example_inputs=loaded.batch, precision=precision, **options)
             if plot is not None:
                 found.plot(plot)
             if save is not None:

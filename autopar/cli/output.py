@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autopar.api.plan import Plan
     from autopar.api.proof import Proof
     from autopar.api.search import SearchResult
+    from autopar.api.search_generation import GenerationSearch
 
 
 def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
@@ -247,4 +248,28 @@ def print_search(found: SearchResult, model: str, batch: str | None, written: Se
     print(
         f"next: autopar plan {model} --mesh {best} --hardware {found.cluster.hardware.name}{size} "
         f"--strategy '{words}' --microbatches {best.microbatches}"
+    )
+
+
+def write_generation_search(found: GenerationSearch, plot: Path | None, save: Path | None) -> list[Path]:
+    """The files that were asked for: the picture, and of the plans that of most tokens a second."""
+    written: list[Path] = []
+    with _writing():
+        if plot is not None:
+            written.append(found.plot(plot))
+        if save is not None:
+            if not found.planned:
+                raise AutoparError("nothing was planned", where=str(save), remedy="use --top 1, or a larger limit")
+            max(found, key=lambda plan: plan.tokens_per_s).save(save)
+            written.append(save)
+    return written
+
+
+def search_generation_command(found: GenerationSearch, model: str) -> str:
+    """The command that plans what makes most tokens a second."""
+    best, asked = found.frontier[-1], found.generation
+    words = ",".join(f"{axis}={name}" for axis, name in best.point.strategy.items())
+    return (
+        f"autopar plan {model} --mesh {best.point} --hardware {found.cluster.hardware.name} "
+        f"--strategy '{words}' --generate {best.batch}x{asked.prompt}x{asked.new_tokens}"
     )

@@ -42,7 +42,7 @@ def draw_frontier(result: Found[PlanRecord], path: Path) -> Path:
         place = (-4 + 9 * number, -16)
         axes.annotate(str(number + 1), (size, seconds), textcoords="offset points", xytext=place, fontsize=9)
     steps = [each.step_s for each in result.candidates]
-    _logarithmic(axes)
+    logarithmic(axes)
     axes.set_ylim(min(steps) * 0.9, min(max(steps), min(steps) * 4) * 1.1)
     axes.set_xlabel("peak memory of a rank, GiB")
     axes.set_ylabel("predicted step, s")
@@ -83,7 +83,7 @@ def draw_times(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path) -> P
     return save_figure(figure, path)
 
 
-def _logarithmic(axes: Any) -> None:
+def logarithmic(axes: Any) -> None:
     """Both axes, with plain numbers that are easy to read."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 

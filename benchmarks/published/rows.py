@@ -20,8 +20,11 @@ from autopar.machine.hardware import FUSED_KERNELS
 FOLDER = Path(__file__).parent
 CHOICES = "choices"
 """The file of configurations that experts chose; it has no measurements."""
+GENERATION = "generation"
+"""The file of tokens of generate(), whose rows have other words (`generation.py`)."""
 MIXTURES = "mixtures"
 """The file of mixtures of experts, whose rows have other words (`mixtures.py`)."""
+OTHERS = (CHOICES, GENERATION, MIXTURES)
 METRICS = ("tokens_per_s_per_gpu", "step_s", "tflops_per_s_per_gpu", "mfu")
 """What a row may publish, the most direct first."""
 RECOMPUTE = ("none", "selective", "full", "products", "blocks", "attention", "whole")
@@ -250,7 +253,7 @@ def load(names: Sequence[str] = ()) -> list[Row]:
 
     Raises AutoparError for an unknown source, and for a row that is damaged.
     """
-    files = {path.stem: path for path in sorted(FOLDER.glob("*.toml")) if path.stem not in (CHOICES, MIXTURES)}
+    files = {path.stem: path for path in sorted(FOLDER.glob("*.toml")) if path.stem not in OTHERS}
     for name in names:
         if name not in files:
             raise AutoparError(f"there is no source {name!r}", remedy=f"use {', '.join(files)}")

@@ -1,0 +1,259 @@
+"""Predicted against published: tokens of generate() (benchmarks/published/generation.toml).
+
+    python benchmarks/published/generation.py [--only PATTERN,…] [--list] [--layers N] [--json FILE] [--write]
+
+Both phases of every row are placed on meta, tensor-parallel, and priced on the row's machine as serving engines run
+programs (`Hardware.as_engine`); no GPU is used, nothing is fitted. A batch is static: its prompts go through the model
+together, then each token of all. A token is priced with the cache at its mean length, as engines read no more of it
+than is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import statistics
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+import autopar
+from autopar.api.generation import phase_inputs
+from autopar.base.errors import AutoparError
+from autopar.machine.hardware import Hardware
+from autopar.planner.search.cluster import Cluster
+from autopar.planner.search.token_estimates import Phase
+from autopar.planner.search.token_families import TokenFamilies
+from benchmarks import pages
+from benchmarks.published.rows import FOLDER, GENERATION, Machine
+from benchmarks.published.runs import machine_of
+
+METRICS = ("tokens_per_s", "tokens_per_s_per_gpu", "latency_s", "token_s", "first_token_s")
+NEAR = 0.20
+"""What is further off is told as such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured batch. model: class and configuration of transformers'. tp: ranks. prompt, new: tokens of each of
+    `batch` sequences. published, peers, scheduler: as the file's head says.
+    """
+
+    id: str
+    source: str
+    model: Mapping[str, Any] = field(hash=False)
+    machine: Machine
+    tp: int
+    batch: int
+    prompt: int
+    new: int
+    published: Mapping[str, float] = field(hash=False)
+    peers: bool = True
+    scheduler: bool = False
+
+    @property
+    def metric(self) -> str:
+        (name,) = self.published
+        return name
+
+    @property
+    def words(self) -> str:
+        """What ran, for a table."""
+        return f"{self.batch} x ({self.prompt} + {self.new}), tp={self.tp}, {self.machine.description}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of the prompts, and of each token behind the first."""
+
+    id: str
+    first_s: float
+    token_s: float
+    collectives_s: float
+
+    def of(self, row: Row) -> float:
+        """In the unit that the row publishes."""
+        total_s = self.first_s + (row.new - 1) * self.token_s
+        tokens = row.batch * row.new
+        return {
+            "tokens_per_s": tokens / total_s, "tokens_per_s_per_gpu": tokens / total_s / row.tp, "latency_s": total_s,
+            "token_s": self.token_s, "first_token_s": self.first_s,
+        }[row.metric]  # fmt: skip
+
+    def speed(self, row: Row) -> float:
+        """Predicted speed over the published one: more than 1 is too fast."""
+        found, said = self.of(row), row.published[row.metric]
+        return said / found if row.metric.endswith("_s") and not row.metric.startswith("tokens") else found / said
+
+
+# -- the file
+
+
+def load() -> tuple[list[Row], dict[str, Any]]:
+    """All rows, and the file as it lies. Raises AutoparError for a row that is damaged."""
+    data = tomllib.loads((FOLDER / f"{GENERATION}.toml").read_text(encoding="utf-8"))
+    sources = {each["id"]: each for each in data["sources"]}
+    rows = []
+    for given in data["rows"]:
+        try:
+            source = sources[given["id"].split("/")[0]]
+            fields = {**source["defaults"], **given}
+            machine = Machine(**fields.pop("hardware", source["hardware"]))
+            fields["model"] = data["models"][fields["model"]]
+            rows.append(Row(source=source["id"], machine=machine, **fields))
+        except (KeyError, TypeError) as error:
+            raise AutoparError("a published row is damaged", where=str(given.get("id")), values=str(error)) from error
+        if len(rows[-1].published) != 1 or rows[-1].metric not in METRICS:
+            raise AutoparError("no such number", where=rows[-1].id, remedy=f"publish one of {', '.join(METRICS)}")
+    return rows, data
+
+
+# -- a prediction
+
+
+def hardware_of(row: Row) -> Hardware:
+    """The row's machine, as an engine runs programs."""
+    found = machine_of(row.machine).as_engine()
+    return found if row.peers else replace(found, node=replace(found.node, by_peers=False))
+
+
+def predict(row: Row, layers: int | None = None) -> Prediction:
+    """The prediction for a row. Raises AutoparError where autopar cannot express it."""
+    model = _model(row, layers)
+    cluster = Cluster(hardware_of(row), 1, row.tp)
+    mean = autopar.Generation(row.batch, row.prompt, max(2, row.new // 2))  # the cache at its mean length
+    families = TokenFamilies(model, cluster, row.batch, phase_inputs(model, mean))
+    programs = families.on({"dp": 1, "ep": 1, "tp": row.tp})
+    if programs is None:
+        raise AutoparError("a published row cannot be placed", where=row.id)
+    first, then = (Phase.of(programs[name]).cost for name in ("prefill", "decode"))
+    return Prediction(row.id, first.step_time_s, then.step_time_s, then.communication_s)
+
+
+def _model(row: Row, layers: int | None) -> Any:
+    import transformers
+
+    given = dict(row.model["config"])
+    if given.get("sliding_window") == 0:
+        given["sliding_window"] = None
+    made = getattr(transformers, row.model["class"])
+    config = made.config_class(**given)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    with torch.device("meta"):
+        return made(config).eval().to(torch.bfloat16)
+
+
+# -- the page
+
+SUMMARY = ("rows", "number", "mean absolute error", "median", "mean", f"within {NEAR:.0%}")
+COLUMNS = ("row", "what", "published", "predicted", "speed", "a token, ms", "of it collectives", "first token, ms")
+
+
+def page(rows: Sequence[Row], data: Mapping[str, Any], found: Mapping[str, Prediction]) -> str:
+    """What was predicted for all rows, in Markdown."""
+    own = [row for row in rows if row.id in found]
+    lines = [
+        "# Tokens of generate(), predicted and published",
+        "",
+        f"{len(own)} rows of {len({row.source for row in own})} sources (`benchmarks/published/generation.toml`), all "
+        "in bf16 or fp16, predicted by `benchmarks/published/generation.py`. Nothing is fitted to them. + is too fast.",
+        "",
+        pages.table(
+            ("rows", "number", "mean absolute error", "median", "mean", f"within {NEAR:.0%}"),
+            _summary(own, data, found),
+        ),
+    ]
+    for source in data["sources"]:
+        of_source = [row for row in own if row.source == source["id"]]
+        if not of_source:
+            continue
+        lines += ["", f"## {source['name']}", f'{source["url"]}: "{source["quote"]}"', ""]
+        lines += [f"- also {each}" for each in source.get("also", ())]
+        lines += [f"- assumed: {each}" for each in source["assumed"]]
+        header = (
+            "row",
+            "what",
+            "published",
+            "predicted",
+            "speed",
+            "a token, ms",
+            "of it collectives",
+            "first token, ms",
+        )
+        lines += ["", pages.table(header, [_line(row, found[row.id]) for row in of_source])]
+    lines += ["", "## What does not agree, and what is known of it", *(f"- {each}" for each in data["why"]), ""]
+    return "\n".join(lines)
+
+
+def _summary(
+    rows: Sequence[Row], data: Mapping[str, Any], found: Mapping[str, Prediction]
+) -> Iterator[tuple[str, ...]]:
+    groups = [(source["name"], [row for row in rows if row.source == source["id"]]) for source in data["sources"]]
+    groups += [
+        ("no scheduler between tokens", [row for row in rows if not row.scheduler]),
+        ("a scheduler in Python between tokens", [row for row in rows if row.scheduler]),
+        ("all", list(rows)),
+    ]
+    for name, own in groups:
+        off = [found[row.id].speed(row) - 1 for row in own]
+        if off:
+            sizes = [abs(each) for each in off]
+            yield (
+                name, str(len(off)), f"{statistics.mean(sizes):.1%}", f"{statistics.median(sizes):.1%}",
+                f"{statistics.mean(off):+.1%}", str(sum(each <= NEAR for each in sizes)),
+            )  # fmt: skip
+
+
+def _line(row: Row, found: Prediction) -> tuple[str, ...]:
+    unit = {"tokens_per_s": " tokens/s", "tokens_per_s_per_gpu": " tokens/s/GPU"}.get(row.metric, " s")
+    return (
+        row.id.split("/")[1], row.words + ("" if row.peers else ", NCCL"), f"{row.published[row.metric]:.4g}{unit}",
+        f"{found.of(row):.4g}{unit}", f"{found.speed(row) - 1:+.0%}", f"{1e3 * found.token_s:.2f}",
+        f"{1e3 * found.collectives_s:.2f}", f"{1e3 * found.first_s:.1f}",
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="patterns of row names, split by commas")
+    parser.add_argument("--list", action="store_true", help="show the rows and plan nothing")
+    parser.add_argument("--layers", type=int, help="plan with so many blocks, to see what can be expressed")
+    parser.add_argument("--json", type=Path, help="keep predictions in this file, and make none of them again")
+    parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
+    options = parser.parse_args()
+    rows, data = load()
+    rows = [row for row in rows if any(fnmatch.fnmatch(row.id, each) for each in options.only.split(","))]
+    if options.list:
+        print("\n".join(f"{row.id}: {row.words}, {dict(row.published)}" for row in rows))
+        return
+    found = {each["id"]: Prediction(**each) for each in pages.kept(options.json)}
+    for row in rows:
+        if row.id in found:
+            continue
+        try:
+            found[row.id] = predict(row, options.layers)
+        except AutoparError as error:
+            print(f"{row.id}: {' '.join(str(error).split())[:400]}", file=sys.stderr, flush=True)
+            continue
+        print(json.dumps(asdict(found[row.id])), file=sys.stderr, flush=True)
+        pages.keep(options.json, found[row.id])
+    text = page(rows, data, found)
+    print(text)
+    if options.write:
+        pages.write("backtest-generation", text)
+
+
+if __name__ == "__main__":
+    main()
