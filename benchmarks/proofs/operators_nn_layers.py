@@ -80,8 +80,8 @@ def _convolutions() -> Iterator[Case]:
         yield layer(turned.__name__, "", lambda c=turned: c(4, 6, 2), 4, *space)
         yield layer(turned.__name__, "stride 2", lambda c=turned: c(4, 6, 2, stride=2, output_padding=1), 4, *space)
         yield layer(turned.__name__, "groups", lambda c=turned: c(4, 6, 2, groups=2), 4, *space)
-        lazy = getattr(nn, f"LazyConv{dims}d")
-        yield layer(lazy.__name__, "", lambda c=lazy, s=space: _drawn(c(6, 2), torch.zeros(2, 4, *s)), 4, *space)
+        for lazy in (getattr(nn, f"LazyConv{dims}d"), getattr(nn, f"LazyConvTranspose{dims}d")):
+            yield layer(lazy.__name__, "", lambda c=lazy, s=space: _drawn(c(6, 2), torch.zeros(2, 4, *s)), 4, *space)
     yield function("conv_tbc", "", lambda x: F.conv_tbc(x, torch.ones(2, 6, 3, dtype=x.dtype), torch.zeros(3)), 4, 6)
     yield layer("Fold", "", lambda: nn.Fold((4, 4), 2, stride=2), 8, 4)
     yield layer("Unfold", "", lambda: nn.Unfold(2, stride=2), 3, 4, 4)
@@ -142,6 +142,12 @@ def _normalization() -> Iterator[Case]:
     yield layer("BatchNorm1d", "rows", lambda: nn.BatchNorm1d(6), 6)
     yield layer("BatchNorm1d", "not affine", lambda: nn.BatchNorm1d(6, affine=False), 6)
     yield layer("LazyBatchNorm1d", "", lambda: _drawn(nn.LazyBatchNorm1d(), torch.randn(4, 6)), 6)
+    for dims, space in {2: (4, 4), 3: (2, 4, 4)}.items():
+        lazy = getattr(nn, f"LazyBatchNorm{dims}d")
+        yield layer(lazy.__name__, "", lambda c=lazy, s=space: _drawn(c(), torch.randn(4, 3, *s)), 3, *space)
+    for dims, space in {1: (6,), 2: (4, 4), 3: (2, 4, 4)}.items():
+        lazy = getattr(nn, f"LazyInstanceNorm{dims}d")
+        yield layer(lazy.__name__, "", lambda c=lazy, s=space: _drawn(c(), torch.randn(4, 3, *s)), 3, *space)
     yield layer("LayerNorm", "", lambda: nn.LayerNorm(6), 3, 6)
     yield layer("LayerNorm", "two dims", lambda: nn.LayerNorm([3, 6]), 3, 6)
     yield layer("LayerNorm", "not affine", lambda: nn.LayerNorm(6, elementwise_affine=False), 3, 6)
@@ -275,13 +281,72 @@ def _shapes() -> Iterator[Case]:
         "grid_sample", "", lambda x, a: F.grid_sample(x, a.tanh(), align_corners=False), 3, 4, 4, a=floats(2, 2, 2)
     )
     yield function(
+        "grid_sample",
+        "points of the layer",
+        lambda x, a: F.grid_sample(a, x.tanh()[:, :, None], align_corners=True),
+        3,
+        2,
+        a=floats(3, 4, 4),
+    )
+    yield function(
+        "grid_sample",
+        "cubic, border",
+        lambda x, a: F.grid_sample(x, a, mode="bicubic", padding_mode="border", align_corners=True),
+        3,
+        4,
+        4,
+        a=floats(2, 2, 2),
+    )
+    yield function(
+        "grid_sample",
+        "nearest, one pixel, reflected",
+        lambda x, a: F.grid_sample(x, a, mode="nearest", padding_mode="reflection", align_corners=False),
+        3,
+        1,
+        1,
+        a=floats(2, 2, 2),
+    )
+    yield function(
+        "grid_sample",
+        "volumes",
+        lambda x, a: F.grid_sample(x, a.tanh(), align_corners=False),
+        2,
+        3,
+        4,
+        4,
+        a=floats(2, 2, 2, 3),
+    )
+    yield function(
         "affine_grid", "",
         lambda x, a: F.grid_sample(x, F.affine_grid(a, x.shape, align_corners=False), align_corners=False), 3, 4, 4,
         a=floats(2, 3),
     )  # fmt: skip
 
 
+def _containers() -> Iterator[Case]:
+    yield layer("Sequential", "", lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6)), 6)
+    yield layer("ModuleList", "", lambda: _Held(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])), 6)
+    yield layer("ModuleDict", "", lambda: _Held(nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})), 6)
+    yield layer("ParameterList", "", lambda: _Held(nn.ParameterList([torch.randn(6, 6), torch.randn(6, 6)])), 6)
+    yield layer(
+        "ParameterDict", "", lambda: _Held(nn.ParameterDict({"a": torch.randn(6, 6), "b": torch.ones(6, 6)})), 6
+    )
+
+
+class _Held(nn.Module):
+    """What a container holds, one after the other."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.held.values() if hasattr(self.held, "values") else self.held:
+            x = x @ each if isinstance(each, Tensor) else each(x)
+        return x
+
+
 KINDS = (
     _activations, _dense, _convolutions, _pooling, _padding, _normalization, _recurrent, _attention, _embeddings,
-    _shapes,
+    _shapes, _containers,
 )  # fmt: skip
