@@ -86,8 +86,9 @@ def verify_generation(
         from autopar.base.huggingface.coded_reference import Rounding, rounding_cache
 
         rounding = Rounding(wanted.cache, run.kept, rtol)
+        mask = None if has_encoder(model) else prompt["attention_mask"]
         whole = _whole(model, prompt, ids, dtype, rounding_cache(model, rounding))
-        rows += [comparison(name, want, have, rtol, atol, 0.0) for name, want, have in rounding.compared()]
+        rows += [comparison(name, want, have, rtol, atol, 0.0) for name, want, have in rounding.compared(mask)]
         notes = _notes(rounding, exact[:, first - 1 :], whole[:, first - 1 :])
     if stored := ways_of(model):
         with as_drawn(model):

@@ -191,6 +191,13 @@ def test_a_proof_takes_either_code_in_the_middle_and_no_other_anywhere_else() ->
         rounding = Rounding("int8", layer, 1e-9)
         return rounding.round(0, 0, x).flatten().tolist(), rounding.edges
 
+    states = cache.states()
+    other = torch.tensor([127, 3, 2, 99], dtype=torch.int8)[None, None, None]
+    rounding = Rounding("int8", StateCache(cache.layouts(), [other, torch.ones(1, 1, 1, 1), *states[2:]]), 1e-9)
+    rounding.round(0, 0, x)
+    for seen in (torch.ones(1, 1), torch.zeros(1, 1)):  # what is padded may be anything, what is not may not
+        ((_, want, have),) = rounding.compared(seen)
+        assert torch.equal(want, have) is not bool(seen.any())
     assert rounded(127, 3, 2, 3) == ([127.0, 3.0, 2.0, 3.0], 0)
     assert rounded(127, 2, 3, 3) == ([127.0, 2.0, 3.0, 3.0], 2)
     assert rounded(126, 4, 1, 4) == ([127.0, 3.0, 2.0, 3.0], 0)

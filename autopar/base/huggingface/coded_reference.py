@@ -39,12 +39,20 @@ class Rounding:
     written: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """What came out: by layer; 0 keys, 1 values."""
 
-    def compared(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(what it is, as rounded here, as the program has it), of all positions that are written."""
+    def compared(self, mask: Tensor | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(what it is, as rounded here, as the program has it), of all positions that are written and seen.
+
+        mask: [batch, positions], of the first ones: 0 where a prompt is padded. What is there sees nothing, and is
+        whatever attention makes of nothing.
+        """
+        layers = _layers(self.cache)
         for (number, place), want in sorted(self.written.items()):
             codes, scales = self._stored(number, place)
-            have = numbers_of(self.storage, codes) * scales.double()
-            yield f"{('keys', 'values')[place]} of layer {number} in the cache", want, have[:, :, : want.shape[2]]
+            have = (numbers_of(self.storage, codes) * scales.double())[:, :, : want.shape[2]]
+            if mask is not None and layers[number].layout.kind != "cross":
+                hidden = torch.nn.functional.pad(mask == 0, (0, want.shape[2] - mask.shape[1]))[:, None, :, None]
+                want, have = want.masked_fill(hidden, 0.0), have.masked_fill(hidden, 0.0)
+            yield f"{('keys', 'values')[place]} of layer {number} in the cache", want, have
 
     def _stored(self, number: int, place: int) -> tuple[Tensor, Tensor]:
         kept = _layers(self.cache)[number].kept[place]
