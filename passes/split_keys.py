@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir.classes import Classes, placeholder_keys, result_keys, value_classes
+from autopar.ir.graphs import is_attention
 from autopar.ir.nodes import NAME, argument, copy_graph, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
@@ -103,7 +104,9 @@ def _whole(node: fx.Node, keys: fx.Node) -> fx.Node:
 
 
 def _writes(keys: fx.Node, kept: Collection[fx.Node]) -> set[fx.Node] | None:
-    """What writes into the states of which keys (or values) are made, elementwise; None where they are made of none."""
+    """What writes into the states of which keys (or values) are made, position by position (also by products: of what
+    multi-head latent attention keeps); None where they are made of none.
+    """
     length, found, is_kept = shape_of(keys)[_LENGTH], set[fx.Node](), False
     seen, stack = {keys}, [keys]
     while stack:
@@ -112,11 +115,17 @@ def _writes(keys: fx.Node, kept: Collection[fx.Node]) -> set[fx.Node] | None:
             found.add(node)
         elif node in kept:
             is_kept |= shape_of(node)[_LENGTH : _LENGTH + 1] == (length,)
-        elif node.op == "call_function":
-            fresh = [each for each in node.all_input_nodes if each not in seen and length in shape_of(each)]
+        elif node.op == "call_function" and not is_attention(node):
+            fresh = [each for each in node.all_input_nodes if each not in seen and _has_positions(each, length)]
             seen.update(fresh)
             stack += fresh
     return found if found or is_kept else None
+
+
+def _has_positions(node: fx.Node, length: int) -> bool:
+    """Whether a value has a dim of as many positions, alone or joined with others; several values at once may."""
+    several = not isinstance(node.meta.get("val"), torch.Tensor)
+    return several or any(size and size % length == 0 for size in shape_of(node))
 
 
 def _split(graph: fx.Graph, node: fx.Node, keys: Sequence[fx.Node], pieces: int) -> Iterator[fx.Node]:

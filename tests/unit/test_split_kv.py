@@ -109,6 +109,13 @@ def _model(name: str) -> Any:
     elif name == "gpt_oss":
         own = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 3}
         made = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **own))
+    elif name == "deepseek_v3":  # keeps one latent vector a position, of which heads' keys and values are made
+        own = {
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+            "n_group": 2, "topk_group": 1, "num_key_value_heads": 4,
+        }  # fmt: skip
+        made = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{**sizes, **own}))
     elif name == "t5":
         own = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
         made = transformers.T5ForConditionalGeneration(transformers.T5Config(**own, decoder_start_token_id=0))
@@ -168,7 +175,7 @@ def test_a_length_is_rounded_up_to_pieces(prompt: int, length: int) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["split_kv", "split_kv, tensor", "ring"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "t5"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "t5", "deepseek_v3"])
 def test_teacher_forced_logits_are_those_of_the_whole_sequence(name: str, strategy: str) -> None:
     """A maximum of one rank's own, a token that no rank or two write, a piece that takes itself for the first, sinks
     that count once a rank: other logits than those of the model without a cache. What splits the sequence in training

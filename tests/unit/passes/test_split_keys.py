@@ -13,7 +13,9 @@ from autopar import pipeline
 from autopar.api import interpret
 from autopar.ir.nodes import format_target
 from autopar.ir.program import Program
+from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
+from autopar.passes.placement.problem import build_problem
 from autopar.strategies.context import SPLIT_KV
 from autopar.strategies.request import Attempt
 
@@ -36,7 +38,9 @@ class _Attention(nn.Module):
         return {"out": out, "keys": keys, "values": values}
 
 
-def _traced(model: nn.Module, tokens: int, pieces: int, training: bool = False) -> tuple[Program, dict[str, Tensor]]:
+def _traced(
+    model: nn.Module, tokens: int, pieces: int, training: bool = False, more: tuple[pipeline.Pass, ...] = ()
+) -> tuple[Program, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -45,7 +49,7 @@ def _traced(model: nn.Module, tokens: int, pieces: int, training: bool = False) 
     inputs = {"x": random(2, tokens, 16), "keys": random(2, 4, LENGTH, 4), "values": random(2, 4, LENGTH, 4)}
     inputs["at"] = torch.arange(tokens) + (LENGTH - tokens)
     asked = Attempt(model, inputs, Mesh({"cp": pieces}), (SPLIT_KV,), training=training)
-    program, _ = pipeline.run(asked, (*pipeline.TRACE, *pipeline.RECOMPUTE))
+    program, _ = pipeline.run(asked, (*pipeline.TRACE, *pipeline.RECOMPUTE, *more))
     return program, inputs
 
 
@@ -80,6 +84,15 @@ def test_what_is_read_of_a_cache(read: int | None, causal: bool, tokens: int, sp
         want = model(**inputs)
     for name, value in want.items():
         torch.testing.assert_close(found[program.output_names.index(name)], value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cache_may_only_lie_in_pieces() -> None:
+    """Breaks if a cache may lie whole, of which a slice would serve attention as well: it would not be smaller."""
+    program, _ = _traced(_Attention(None, False).double(), 1, 2, more=pipeline.ANNOTATE)
+    built = build_problem(program, (SPLIT_KV,), (), None)
+    for name in ("keys", "values"):
+        _, layouts = built.classes[built.value_classes.of["program", name, 0]]
+        assert layouts == [(Shard(2),)]
 
 
 def test_what_is_left_alone() -> None:
