@@ -47,7 +47,7 @@ NEAR = 0.20
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measured batch. model: class and configuration of transformers'. tp: ranks. prompt, new: tokens of each of
-    `batch` sequences. published, peers, scheduler: as the file's head says.
+    `batch` sequences. published, peers, scheduler, counts: as the file's head says.
     """
 
     id: str
@@ -61,6 +61,7 @@ class Row:
     published: Mapping[str, float] = field(hash=False)
     peers: bool = True
     scheduler: bool = False
+    counts: bool = True
 
     @property
     def metric(self) -> str:
@@ -200,11 +201,12 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], found: Mapping[str, Predi
 def _summary(
     rows: Sequence[Row], data: Mapping[str, Any], found: Mapping[str, Prediction]
 ) -> Iterator[tuple[str, ...]]:
-    groups = [(source["name"], [row for row in rows if row.source == source["id"]]) for source in data["sources"]]
+    counted = [row for row in rows if row.counts]
+    groups = [(source["name"], [row for row in counted if row.source == source["id"]]) for source in data["sources"]]
     groups += [
-        ("no scheduler between tokens", [row for row in rows if not row.scheduler]),
-        ("a scheduler in Python between tokens", [row for row in rows if row.scheduler]),
-        ("all", list(rows)),
+        ("no scheduler between tokens", [row for row in counted if not row.scheduler]),
+        ("a scheduler in Python between tokens", [row for row in counted if row.scheduler]),
+        ("all that count", counted),
     ]
     for name, own in groups:
         off = [found[row.id].speed(row) - 1 for row in own]
@@ -218,10 +220,11 @@ def _summary(
 
 def _line(row: Row, found: Prediction) -> tuple[str, ...]:
     unit = {"tokens_per_s": " tokens/s", "tokens_per_s_per_gpu": " tokens/s/GPU"}.get(row.metric, " s")
+    words = row.words + ("" if row.peers else ", NCCL") + ("" if row.counts else " (does not count)")
     return (
-        row.id.split("/")[1], row.words + ("" if row.peers else ", NCCL"), f"{row.published[row.metric]:.4g}{unit}",
-        f"{found.of(row):.4g}{unit}", f"{found.speed(row) - 1:+.0%}", f"{1e3 * found.token_s:.2f}",
-        f"{1e3 * found.collectives_s:.2f}", f"{1e3 * found.first_s:.1f}",
+        row.id.split("/")[1], words, f"{row.published[row.metric]:.4g}{unit}", f"{found.of(row):.4g}{unit}",
+        f"{found.speed(row) - 1:+.0%}", f"{1e3 * found.token_s:.2f}", f"{1e3 * found.collectives_s:.2f}",
+        f"{1e3 * found.first_s:.1f}",
     )  # fmt: skip
 
 
