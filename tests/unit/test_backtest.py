@@ -54,7 +54,7 @@ def test_files_say_where_they_come_from() -> None:
         if path.stem == published_rows.CHOICES:
             assert all(each["citation"] and each["id"] for each in (*data["choices"], *data["guidance"]))
             continue
-        for source in data["sources"] if path.stem == published_rows.MIXTURES else (data["source"],):
+        for source in data["sources"] if path.stem in published_rows.OTHERS else (data["source"],):
             for address in (source["url"], *source.get("also", ())):
                 assert "github.com" not in address or re.search(r"/[0-9a-f]{40}/|/pull/[0-9]+", address)
 
