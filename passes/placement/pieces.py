@@ -77,6 +77,6 @@ def require_pieces(program: Program, strategies: Sequence[AxisStrategy], mesh: M
     missed = [f"{site.module}: {site.why}" for site in program.attention if not site.fused]
     raise AutoparError(
         f"split_kv on {axis}={size} finds no keys and values to split",
-        values="; ".join(missed[:3]) or f"no attention reads a cache whose length {size} divides",
+        values="; ".join(missed[:3]) or f"no attention that was recognized reads a cache whose length {size} divides",
         remedy=f"use another strategy for {axis}, such as tensor or ddp, which split what its layers keep otherwise",
     )
