@@ -145,7 +145,7 @@ def _independent(graph: fx.Graph, exchange: fx.Node) -> tuple[list[fx.Node], lis
     nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     at = nodes.index(exchange)
     no_later = _reached([exchange, *filter(_stays, nodes[:at])], lambda node: node.all_input_nodes)
-    no_sooner = _reached([exchange, *filter(_stays, nodes[at:])], lambda node: node.users)
+    no_sooner = _reached(filter(_stays, nodes[at:]), lambda node: node.users)  # the exchange is one of these
     return [node for node in nodes[:at] if node not in no_later], [node for node in nodes[at:] if node not in no_sooner]
 
 

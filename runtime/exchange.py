@@ -183,6 +183,7 @@ def rounds(comm: Communicator, axis: str, indices_TK: Tensor, num_experts: int) 
     tokens = goes.nonzero()[:, 1]
     table: list[list[int]] = comm.all_gather(goes.sum(1)[None], axis, 0).tolist()
     own, num = table[comm.index(axis)], rounds_of(table, at_once)
+    del homes, goes
     starts = [sum(own[:rank]) for rank in range(num_ranks)]
     for number in range(num):
         parts = [tokens[start + count * number // num : start + count * (number + 1) // num]

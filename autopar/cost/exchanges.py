@@ -118,8 +118,8 @@ def under_way_bytes(way: Way, call: OpCall, rule: Rule, strategy: NodeStrategy, 
     local = local_sizes(rule, strategy.choices, sizes)
     _, (x, weights) = _tokens_of(call)
     tokens, chosen = local["t"], weights.shape[-1]
-    rows = _most_rows(rule, chosen, tokens, found.size)
-    held = rows * 2 * sum(getattr(found, way)) + 8 * tokens * min(chosen, found.size)
+    rows = _most_rows(rule, chosen, tokens, found.size) + _most_own(rule, chosen, tokens, found.size)
+    held = rows * sum(getattr(found, way)) + 16 * tokens * min(chosen, found.size)
     if way == "back":
         brought = local["d"] * wide_dtype(x.dtype).itemsize
         held += tokens * (brought + (chosen * weights.dtype.itemsize if len(found.back) > 1 else 0))
@@ -135,7 +135,7 @@ def sending_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Seque
     tokens, chosen = local_sizes(rule, strategy.choices, sizes)["t"], weights.shape[-1]
     places = tokens * (found.size + chosen * 16 + 16 * min(chosen, found.size))
     # Rows of several tensors are put together; numbers and weights are packed.
-    rows = _most_rows(rule, chosen, tokens, found.size) * sum(found.there)
+    rows = math.ceil(_most_own(rule, chosen, tokens, found.size) * sum(found.there))
     return under_way_bytes("there", call, rule, strategy, sizes) + rows + places
 
 
@@ -146,7 +146,7 @@ def taking_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
         return 0
     local = local_sizes(rule, strategy.choices, sizes)
     _, (x, weights) = _tokens_of(call)
-    wide = _most_rows(rule, weights.shape[-1], local["t"], found.size) * local["d"] * wide_dtype(x.dtype).itemsize
+    wide = _most_own(rule, weights.shape[-1], local["t"], found.size) * local["d"] * wide_dtype(x.dtype).itemsize
     return under_way_bytes("back", call, rule, strategy, sizes) + math.ceil(wide)
 
 
@@ -178,6 +178,11 @@ def _most_rows(rule: Rule, chosen: int, tokens: int, size: int) -> int:
     """In one round, with one more of each rank where these do not divide into rounds."""
     at_once = rows_at_once(tokens, _experts(rule), chosen, size)
     return at_once + (size if _may_repeat(rule, chosen, tokens, size) else 0)
+
+
+def _most_own(rule: Rule, chosen: int, tokens: int, size: int) -> int:
+    """The most rows of its own tokens that a rank has in one round."""
+    return min(_most_rows(rule, chosen, tokens, size), tokens * min(chosen, size))
 
 
 def _may_repeat(rule: Rule, chosen: int, tokens: int, size: int) -> bool:
