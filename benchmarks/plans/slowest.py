@@ -147,7 +147,6 @@ def _short(file: str) -> str:
 def planned(key: str, column: str, stacks: Path | None) -> Row:
     """Plan a cell in this process."""
     import autopar
-    from autopar.base.errors import AutoparError
 
     sys.setrecursionlimit(10_000)
     row = Row(key, column)
@@ -164,8 +163,8 @@ def planned(key: str, column: str, stacks: Path | None) -> Row:
             plan = autopar.plan(
                 subject.model, autopar.Mesh.parse(mesh, hardware="cpu"), example_inputs=subject.batch, strategy=strategy
             )
-    except AutoparError as error:
-        row.error = str(error).splitlines()[0]
+    except Exception as error:
+        row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     else:
         row.step_s, row.digest = plan.cost.step_time_s, sha256(plan.source.encode()).hexdigest()[:12]
     own_s, children_s = time.process_time() - before, _children_s() - children
@@ -216,8 +215,8 @@ def report(rows: Sequence[Row], before: Mapping[tuple[str, str], Row]) -> str:
         if before:
             compared = (
                 "" if old is None else f"{old.cpu_s:.1f}",
-                "" if old is None or not old.step_s else f"{row.step_s / old.step_s - 1:+.2%}",
-                "" if old is None else "same" if row.digest == old.digest else "other",
+                "" if old is None or not old.step_s or not row.step_s else f"{row.step_s / old.step_s - 1:+.2%}",
+                "" if old is None or not row.digest else "same" if row.digest == old.digest else "other",
             )
         name = row.key.rpartition(" | ")[2] + (f" ({row.error[:60]})" if row.error else "")
         lines.append(
