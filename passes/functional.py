@@ -76,10 +76,7 @@ def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Col
     places: dict[fx.Node, list[int]] = {}
     for node in writes:
         for operand in _written(node):
-            place = _behind(operand)
-            held = _holder(place)
-            if place is not operand and node.users:
-                return False  # the view itself is read on
+            held = _holder(_behind(operand))
             if held is None or (held.op == "placeholder" and held.name not in buffers):
                 return False
             places.setdefault(held, []).append(order[node])
