@@ -74,7 +74,8 @@ class SeenWhole(DTensor):
         if name in OF_GRAPH:
             args, kwargs = tree_map(_as_seen, (args, kwargs))
             return func(*args, **kwargs)
-        if isinstance(first, SeenWhole) and first._whole is None and first._is_kept:
+        is_elsewhere = name in along.BY_NAME and isinstance(first, SeenWhole) and local_tensor(first).is_meta
+        if isinstance(first, SeenWhole) and first._is_kept and (first._whole is None or is_elsewhere):
             with plain_functions():
                 found = _of_pieces(name, first, args, kwargs)
             if found is not None:
@@ -217,7 +218,10 @@ def _of_pieces(name: str, x: SeenWhole, args: Any, kwargs: Any) -> Any:
         return None if found is None else seen_whole(found, x._gather_first, choose_first=x._choose_first)
     if name in along.BY_NAME and not x.requires_grad:
         found = chosen_among.called(along.BY_NAME[name], x, args, kwargs)
-        return None if found is None else seen_whole(found, x._gather_first, choose_first=x._choose_first)
+        seen = None if found is None else seen_whole(found, x._gather_first, choose_first=x._choose_first)
+        if seen is not None and local_tensor(x).is_meta:  # as the output that it was: a shape alone
+            seen._whole = torch.empty(seen.shape, dtype=seen.dtype, device="meta")
+        return seen
     if name not in chosen_among.BY_NAME:
         return None
     if x._choose_first is not None:

@@ -221,9 +221,9 @@ def long_prompt(prompt: dict[str, Tensor], *, padded: bool) -> dict[str, Tensor]
     return found if padded else {**found, "attention_mask": torch.ones_like(found["attention_mask"])}
 
 
-def in_chunks(strategy: str) -> tuple[list[list[list[int]]], int, list[list[int]]]:
-    """Tokens of calls whose prompt was planned in chunks, how many programs there are, and tokens of a call with other
-    chunks, the last of which is shorter.
+def in_chunks(strategy: str) -> tuple[list[list[list[int]]], int, list[int], list[list[int]]]:
+    """Tokens of calls whose prompt was planned in chunks, how many programs there are, how many tokens each call of
+    forward was handed, and tokens of a call with other chunks, the last of which is shorter.
     """
     model, prompt = model_and_prompt("qwen2")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
@@ -233,7 +233,14 @@ def in_chunks(strategy: str) -> tuple[list[list[list[int]]], int, list[list[int]
     fixed: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
     tokens = [compiled.generate(**prompt, max_new_tokens=count, **fixed).tolist() for count in (3, 5)]
     programs = len(compiled.autopar._programs)
-    return tokens, programs, compiled.generate(**prompt, max_new_tokens=5, prefill_chunk_size=5, **fixed).tolist()
+    other = compiled.generate(**prompt, max_new_tokens=5, prefill_chunk_size=5, **fixed).tolist()
+    counts: list[int] = []
+    handle = compiled.register_forward_pre_hook(
+        lambda module, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    compiled.generate(**prompt, max_new_tokens=3, **fixed)
+    handle.remove()
+    return tokens, programs, counts, other
 
 
 def reused(strategy: str | None) -> tuple[dict[str, list[list[int]]], bool]:

@@ -56,8 +56,9 @@ def served(name: str, strategy: str) -> tuple[list[tuple[int, ...]], list[list[i
     programs there are, and what is said of a request without room.
     """
     model = sensitive_model(name)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-    compiled: Any = autopar.compile(model, mesh, strategy=strategy)
+    axis = "pp" if strategy == "stages" else "x"
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    compiled: Any = autopar.compile(model, mesh, strategy="auto" if strategy == "stages" else strategy)
     options: dict[str, Any] = {"slots": 4, "chunk": 4, "length": 18, "eos_token_id": ENDS[name]}
     # From a list, and again of requests that come one by one, whose slots others had before.
     found = list(compiled.serve(requests(name), **options))

@@ -58,9 +58,10 @@ def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
     prompt = generation.long_prompt(prompt, padded=strategy == "tensor")
     fixed: dict[str, Any] = {"pad_token_id": 0, "do_sample": False}
     want = [model.generate(**prompt, max_new_tokens=count, **fixed).tolist() for count in (3, 5)]
-    for tokens, programs, other in launch(generation.in_chunks, 2, strategy, timeout_s=240.0):
+    for tokens, programs, counts, other in launch(generation.in_chunks, 2, strategy, timeout_s=240.0):
         assert tokens == want
         assert programs == 2
+        assert counts == [4, 4, 4, 1, 1]
         assert other == want[1]
 
 

@@ -9,7 +9,9 @@ from tests.dist.launch import launch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("qwen2", "tensor"), ("gpt2", "ddp"), ("lfm2", "tensor")])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("qwen2", "tensor"), ("gpt2", "ddp"), ("lfm2", "tensor"), ("qwen2", "stages")]
+)
 def test_each_request_has_the_tokens_of_its_own_generate(name: str, strategy: str) -> None:
     """Breaks if a request sees keys of the one that had its slot before or that stands before it in its lane, has
     positions of another row, loses keys when rows move, is overtaken, or if slots need programs of their own.
