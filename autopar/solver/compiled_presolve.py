@@ -248,7 +248,7 @@ def _revise_all(graph: Sides, allowed: BoolArray, alive: BoolArray) -> int:
                         alive[start + i] = False
                         fewer = True
             if not left:
-                return target
+                return int(target)
             if fewer:
                 for position in range(graph.first[target], graph.first[target + 1]):
                     other = graph.near[position]
