@@ -13,11 +13,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 Found = Literal["elements", "tensors", "unclear"]
@@ -111,6 +112,8 @@ def _stepped(
             options["lr"] = 1e-2  # a schedule that begins with nothing
         parameters = [torch.nn.Parameter(x.detach().to(dtype, copy=True)) for x in own]
         double.param_groups.append({**options, "params": parameters})
+        begun = [(x, _begun(optimizer, group, x)) for x in parameters]
+        double.state.update({x: state for x, state in begun if state})
     step = type(optimizer).step
     raw: Any = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     with torch.random.fork_rng(devices=[]):
@@ -124,6 +127,23 @@ def _stepped(
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                 return None
     return [[p.detach() for p in group["params"]] for group in double.param_groups]
+
+
+def _begun(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """A state for a parameter of another shape, of an optimizer whose constructor makes states (torch 2.11's Adagrad):
+    each holds one number everywhere. Nothing of others, which begin with their first step.
+    """
+    made: dict[str, Any] = next((optimizer.state[x] for x in group["params"] if x in optimizer.state), {})
+    found: dict[str, Any] = {}
+    for name, value in made.items():
+        if not isinstance(value, Tensor) or not value.ndim:
+            found[name] = _copied(value)
+            continue
+        own = value.to_local() if isinstance(value, DTensor) else value
+        if not own.numel() or bool((own != own.flatten()[0]).any()):
+            return {}
+        found[name] = torch.full_like(parameter, own.flatten()[0].item(), dtype=own.dtype, requires_grad=False)
+    return found
 
 
 def _copied(value: Any) -> Any:

@@ -68,3 +68,29 @@ def test_what_cannot_step_is_unclear_and_nothing_is_changed() -> None:
     assert not optimizer.state and optimizer.steps == 0 and optimizer.param_groups[0]["k"] == 0
     assert tried(script_optimizers.Lamb([{"params": parameters(2)}, {"params": []}], lr=0.1)) == "tensors"
     assert all(bool((p == 1).all()) and p.grad is None for p in optimizer.param_groups[0]["params"])
+
+
+class Begun(torch.optim.SGD):
+    """Makes its states in its constructor, as Adagrad does in torch 2.11."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            for x in group["params"]:
+                self.state[x] = {"step": torch.tensor(0.0), "sum": torch.full_like(x, 0.1)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for x in group["params"]:
+                state = self.state[x]
+                state["step"] += 1
+                state["sum"].addcmul_(x.grad, x.grad)
+                x.addcdiv_(x.grad, state["sum"].sqrt(), value=-group["lr"])
+
+
+def test_states_that_a_constructor_makes_are_made_for_the_trial() -> None:
+    """Breaks if an optimizer that reads a state at its first step finds none, or if its own states are changed."""
+    optimizer = Begun(parameters(1, 2), lr=0.1)
+    assert tried(optimizer) == "elements"
+    assert all(float(state["step"]) == 0 and bool((state["sum"] == 0.1).all()) for state in optimizer.state.values())
