@@ -61,7 +61,8 @@ def _rewrite(region: Region, classes: Classes, states: Collection[object], piece
         for write in {each for own in writes for each in own or ()}:
             write.target = _own.write_piece.default
             write.args = (write.args[0], write.args[1] % len(shape_of(write)), *write.args[2:])  # type: ignore[operator]
-        added.update({made: node.name for made in _split(graph, node, keys, pieces)})
+        for made in _split(graph, node, keys, pieces):
+            added[made] = node.name
     if not added:
         return region
     graph.eliminate_dead_code()
