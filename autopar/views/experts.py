@@ -46,9 +46,10 @@ def _layer(region: Region, mesh: Mesh, seconds: Mapping[str, float], name: str, 
     ranks = 1 if axis is None else mesh.sizes[axis]
     dims = operator_work(call, rule, strategy, mesh).dims
     assert dims is not None and rule.exchange is not None
-    expert_rows, _, _, here = dims
     experts, chosen = rule.sizes[rule.exchange.key], call.operands[2].shape[-1]
-    tokens = local_sizes(rule, strategy.choices, mesh.sizes)[rule.exchange.query]
+    local = local_sizes(rule, strategy.choices, mesh.sizes)
+    tokens, here = local[rule.exchange.query], local[rule.exchange.key]
+    expert_rows = dims[0] * dims[3] / here  # a plan counts the experts that any token chooses
     busiest = 1.0 if axis is None else mesh.hardware.expert_imbalance
     sent = [_sent(region, mesh, each) for each in (name, grad)]
     return ExpertsView(

@@ -153,7 +153,7 @@ def test_an_indexer_writes_its_keys_one_after_the_other() -> None:
     assert then[:, :, 0].tolist() == [[1, 1, 2, 0]] * 2
     rows: Tensor = torch.arange(2.0)[:, None, None].expand(2, 4, 3)
     cache.layers[0].indexer_keys = rows
-    cache.layers[0].reorder_cache(torch.tensor([1, 1]))
+    cache.reorder_cache(torch.tensor([1, 1]))
     assert torch.equal(cache.layers[0].indexer_keys, rows[[1, 1]])
     cache.crop(-1)
     assert int(cache.layers[0].indexer_cumulative_length) == 2

@@ -53,7 +53,7 @@ class Scripted:
     strategy: Strategy = "auto"
     least: dict[Mode, float] = field(default_factory=dict)
     made: list[Attempt] = field(default_factory=list)
-    traced: None = None
+    traced: Any = None
 
     @property
     def asked(self) -> Attempt:
@@ -341,7 +341,7 @@ def test_what_splits_the_sequence_computes_more_again_only_for_want_of_memory(
         error.excluded = excluded
         return error
 
-    programs = Recomputing(outcome)
+    programs = Recomputing(outcome, traced=SimpleNamespace(states={}))
     run(programs, module._contexts)
     named = [[each.name for each in attempt.placed_by or ()] for attempt in programs.made]
     if excluded:  # zero3 beside what was tried beside ddp is left out, too

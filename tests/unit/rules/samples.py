@@ -221,6 +221,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.view.default": [
         (X, [24, 8]), (r(24, 8), [4, 6, 2, 4]), (r(6, 4), [8, 3]), (r(4, 6, 4), [4, 8, 3]), (r(4, 12), [4, 1, 12]), (r(2, 3, 4), [24]),
         (r(0, 4), [4, 0]), (r(12, 4), [8, 6])],
+    "aten.view.dtype": [(X, torch.int64)],
     "aten._unsafe_view.default": [(X, [4, 48])],
     "aten.view_copy.default": [(X, [4, 48])],
     "aten.reshape.default": [(X, [4, -1])],
