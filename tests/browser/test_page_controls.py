@@ -69,8 +69,9 @@ def test_experts_of_mixtures_alone(open_report: Open) -> None:
     }  # fmt: skip
     tab = open_report(page({**sample.content(), "experts": [row]}), hash_="#experts")
     cells = tab.page.locator(".panel-experts tbody td").all_inner_texts()
-    assert cells[0] == "model.layers.*.mlp.experts" and cells[1] == "80" and cells[6] == "256"
-    assert "10,240 the busiest" in cells[7] and "32.0 MiB over dp" in cells[9]
+    assert cells[0].split("\n") == ["model.layers.*.mlp.experts", "tokens and experts over dp"]
+    assert cells[1] == "80" and "32 a rank" in cells[2] and cells[4] == "256"
+    assert "10,240 the busiest" in cells[5] and cells[7].split("\n") == ["200 µs, 32.0 MiB", "300 µs, 64.0 MiB"]
     assert "1.25 times the mean" in tab.page.inner_text(".panel-experts")
     assert "All exchanges of a step take 40.0 ms" in tab.page.inner_text(".panel-experts")
 
