@@ -16,7 +16,8 @@ from torch import Tensor
 from autopar.ir.op_call import flatten_results
 from autopar.operators.rules import op_call, registered, rule_for
 from autopar.operators.rules.verify import run, verify_rule
-from tests.unit.rules.samples import CASES, K2, POINTWISE, SAMPLES, STAND_INS, V2, Q, b, i, p, r
+from tests.unit.rules.samples import CASES, POINTWISE, SAMPLES, STAND_INS
+from tests.unit.rules.tensors import K2, V2, Q, b, i, p, r
 
 pytestmark = pytest.mark.unit
 

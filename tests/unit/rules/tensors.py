@@ -1,0 +1,110 @@
+"""Tensors, and operands of attention and of experts, that samples of operators are made of (samples.py)."""
+
+# ruff: noqa: E501 (tables of operands)
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import operators as ops
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def r(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def p(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64, generator=GENERATOR) * 0.8 + 0.1
+
+
+def i(high: int, *shape: int) -> Tensor:
+    return torch.randint(0, high, shape, generator=GENERATOR)
+
+
+def b(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=GENERATOR) > 0.5
+
+
+def pick(*indices: Tensor | None) -> list[Tensor | None]:
+    return list(indices)
+
+
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
+X, Y, G = r(4, 6, 8), r(4, 6, 8), r(4, 6, 8)
+IMAGE, AFFINE = r(4, 8, 4, 4), p(8)
+PLACES = torch.ops.aten.max_pool2d_with_indices(IMAGE, [2, 2])[1]
+LAYER = torch.ops.aten.native_layer_norm(X, [8], r(8), r(8), 1e-5)
+GROUP = torch.ops.aten.native_group_norm(IMAGE, AFFINE, AFFINE, 4, 8, 16, 4, 1e-5)
+NORM = ops.rms_norm(X, None, 1e-5)
+RMS = torch.ops.aten._fused_rms_norm(X, [8], p(8), 1e-5)
+BATCH = torch.ops.aten.native_batch_norm(IMAGE, AFFINE, AFFINE, None, None, True, 0.1, 1e-5)
+SOFT, LOG_SOFT = X.softmax(-1), X.log_softmax(-1)
+MASK, SEED = torch.rand(4, 1, 6, 10, generator=GENERATOR) > 0.3, torch.tensor(5)
+Q, K, V, K2, V2 = r(4, 4, 6, 8), r(4, 4, 10, 8), r(4, 4, 10, 8), r(4, 2, 10, 8), r(4, 2, 10, 8)
+Q6, K3, V3 = r(2, 6, 6, 8), r(2, 3, 10, 8), r(2, 3, 10, 8)
+OWN, OTHERS = i(2, 4, 6), i(2, 4, 10)
+KEYS, SINKS = torch.rand(4, 10, generator=GENERATOR) > 0.3, r(4)
+CAUSAL, WINDOW = {"scale": 0.3, "right": 0}, {"scale": 0.3, "left": 2, "right": 0, "softcap": 5.0}
+DROPS = {"scale": 0.3, "right": 1, "dropout_p": 0.4, "salt": 3, "global_shape": [4, 4, 6, 10]}
+PACKED = r(4, 4, 4, 6, 9)
+PLAIN, GROUPED = {"scale": 0.3}, {"scale": 0.3, "group": 2}
+
+
+def chosen(gated: bool, transposed: bool, *bias: Tensor, **options: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Samples of experts, and of their gradient: 8 tokens, two of four experts of width 12 each."""
+    columns = 24 if gated else 12
+    first, second = ((4, 6, columns), (4, 12, 6)) if transposed else ((4, columns, 6), (4, 6, 12))
+    operands = (r(8, 6), i(4, 8, 2), r(8, 2), r(*first), r(*second), *bias)
+    layout = {"gated": gated, "transposed": transposed, **options}
+    return (*operands, layout), (r(8, 6), *operands, layout)
+
+
+def attended(*operands: Any) -> list[tuple[Any, ...]]:
+    """The samples of attention's forward, and its backward, for the same operands and options (the last of them)."""
+    *tensors, options = operands
+    tensors += [None] * (7 - len(tensors))
+    out, lse = ops.attention(*tensors, **options)
+    return [(*tensors, options), (torch.randn(out.shape, generator=GENERATOR, dtype=F64), *tensors, out, lse, options)]
+
+
+ATTENTION = [attended(*operands) for operands in (
+    (Q, K, V, PLAIN), (Q, K, V, MASK, PLAIN), (Q, K2, V2, r(1, 4, 1, 10), PLAIN), (Q, K, V, CAUSAL), (Q, Q, Q, CAUSAL),
+    (Q, K2, V2, r(4, 4, 6, 10), PLAIN), (Q, K2, V2, r(1, 4, 6, 10), GROUPED), (Q6, K3, V3, GROUPED),
+    (Q6, K3, V3, r(1, 6, 6, 10), GROUPED), (Q, K, V, None, KEYS, CAUSAL), (Q, K2, V2, r(1, 1, 6, 10), KEYS, SINKS, WINDOW),
+    (Q, K, V, {"scale": 0.3, "right": 0, "documents": OWN, "key_documents": OTHERS}),
+    (Q, K2, V2, r(1, 4, 6, 10), KEYS, {"scale": 0.3, "group": 2, "documents": OWN, "key_documents": OTHERS}),
+    (Q, K, V, None, None, SINKS, SEED, DROPS), (Q, K2, V2, r(4, 1, 6, 10), None, None, SEED, DROPS),
+)]  # fmt: skip
+K8, V8, KEYS8, MASK8 = r(4, 2, 8, 8), r(4, 2, 8, 6), torch.rand(4, 8, generator=GENERATOR) > 0.3, b(4, 1, 6, 8)
+PIECES = [
+    (Q, K8, V8, {"scale": 0.3, "count": 4}), (Q, K8, V8, MASK8, {"scale": 0.3, "group": 2, "count": 4}),
+    (Q, K8, V8, r(1, 4, 6, 1), KEYS8, {"scale": 0.3, "count": 4, "left": 2, "right": 1, "softcap": 5.0}),
+    (Q6, r(2, 3, 8, 8), r(2, 3, 8, 8), r(1, 6, 6, 8), {"scale": 0.3, "group": 2, "count": 8, "documents": i(2, 2, 6), "key_documents": i(2, 2, 8)}),
+]  # fmt: skip
+BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]
+LABELS = i(8, 4, 6)
+LABELS[0, 0] = -100
+LOGSUM = X.logsumexp(-1)
+OFFS = torch.tensor([4, 6, 6, 16], dtype=torch.int32)
+LSTM, GRU, RNN = (
+    (r(5, 4, 6), *(r(4, 8) for _ in range(states)), r(gates * 8, 6), r(gates * 8, 8), r(gates * 8), r(gates * 8))
+    for states, gates in ((2, 4), (1, 3), (1, 1))
+)
+CTC = r(8, 4, 6).log_softmax(-1)
+CTC_TARGETS = (
+    torch.tensor([[1, 3, 3], [5, 4, 1], [1, 1, 1], [3, 5, 0]]),
+    torch.tensor([8, 6, 4, 2]),
+    torch.tensor([3, 3, 3, 2]),
+)
+ROWS, ROW_LABELS = r(6, 8), i(8, 6)
+
+# fmt: off
+EXPERTS = [
+    chosen(True, False, act="mul(silu(gate), up)"), chosen(True, True, act="mul(gelu(gate), up)", interleaved=True), chosen(False, False, act="relu(gate)"),
+    chosen(True, True, r(4, 24), act="mul(add(up, 1), silu(gate))", interleaved=True), chosen(True, False, r(4, 24), act="mul(silu(gate), up)", start=1),
+]
+# fmt: on
