@@ -10,15 +10,12 @@ than is written.
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
-import json
 import os
 import statistics
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,7 @@ from autopar.planner.search.cluster import Cluster
 from autopar.planner.search.token_estimates import Phase
 from autopar.planner.search.token_families import TokenFamilies
 from benchmarks import pages
+from benchmarks.published.by_row import Backtest
 from benchmarks.published.rows import FOLDER, GENERATION, Machine
 from benchmarks.published.runs import machine_of
 
@@ -228,35 +226,7 @@ def _line(row: Row, found: Prediction) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="patterns of row names, split by commas")
-    parser.add_argument("--list", action="store_true", help="show the rows and plan nothing")
-    parser.add_argument("--layers", type=int, help="plan with so many blocks, to see what can be expressed")
-    parser.add_argument("--json", type=Path, help="keep predictions in this file, and make none of them again")
-    parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
-    options = parser.parse_args()
-    rows, data = load()
-    rows = [row for row in rows if any(fnmatch.fnmatch(row.id, each) for each in options.only.split(","))]
-    if options.list:
-        print("\n".join(f"{row.id}: {row.words}, {dict(row.published)}" for row in rows))
-        return
-    found = {each["id"]: Prediction(**each) for each in pages.kept(options.json)}
-    for row in rows:
-        if row.id in found:
-            continue
-        try:
-            found[row.id] = predict(row, options.layers)
-        except AutoparError as error:
-            print(f"{row.id}: {' '.join(str(error).split())[:400]}", file=sys.stderr, flush=True)
-            continue
-        print(json.dumps(asdict(found[row.id])), file=sys.stderr, flush=True)
-        pages.keep(options.json, found[row.id])
-    text = page(rows, data, found)
-    print(text)
-    if options.write:
-        pages.write("backtest-generation", text)
-
-
 if __name__ == "__main__":
-    main()
+    Backtest("generation", load, predict, Prediction, lambda row: f"{row.words}, {dict(row.published)}", page).main(
+        __doc__
+    )

@@ -9,15 +9,12 @@ configurations, ratios of speeds and the order are told, where they say speeds, 
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
-import json
 import math
 import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -41,6 +38,7 @@ from autopar.operators.rules.exchange_cost import ranks_of_token
 from autopar.passes import interleave
 from benchmarks import pages
 from benchmarks.published import runs
+from benchmarks.published.by_row import Backtest
 from benchmarks.published.rows import FOLDER, MIXTURES, Machine
 from benchmarks.published.runs import FUSED_ADAM_PASSES, NO_LIMIT, machine_of
 
@@ -409,35 +407,7 @@ def _seconds(found: Prediction) -> tuple[str, ...]:
     return (found.id, *(f"{getattr(found, f'{kind}_s'):.3f}" for kind in kinds))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="patterns of row names, split by commas")
-    parser.add_argument("--list", action="store_true", help="show the rows and plan nothing")
-    parser.add_argument("--layers", type=int, help="plan with so many blocks, to see what can be expressed")
-    parser.add_argument("--json", type=Path, help="keep predictions in this file, and plan none of them again")
-    parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
-    options = parser.parse_args()
-    rows, data = load()
-    rows = [row for row in rows if any(fnmatch.fnmatch(row.id, each) for each in options.only.split(","))]
-    if options.list:
-        print("\n".join(f"{row.id}: {row.configuration}, {row.speed or '?'} tokens/s/GPU" for row in rows))
-        return
-    found = {each["id"]: Prediction(**each) for each in pages.kept(options.json)}
-    for row in rows:
-        if row.id in found:
-            continue
-        try:
-            found[row.id] = predict(row, options.layers)
-        except AutoparError as error:
-            print(f"{row.id}: {' '.join(str(error).split())[:400]}", file=sys.stderr, flush=True)
-            continue
-        print(json.dumps(asdict(found[row.id])), file=sys.stderr, flush=True)
-        pages.keep(options.json, found[row.id])
-    text = page(rows, data, found)
-    print(text)
-    if options.write:
-        pages.write("backtest-mixtures", text)
-
-
 if __name__ == "__main__":
-    main()
+    Backtest(
+        "mixtures", load, predict, Prediction, lambda row: f"{row.configuration}, {row.speed or '?'} tokens/s/GPU", page
+    ).main(__doc__)
