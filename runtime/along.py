@@ -4,6 +4,7 @@ repeated, positions that are added behind.
     keys.index_select(0, rows)            [8, heads/tp, T, D]: each rank takes the rows of its own heads
     keys.repeat_interleave(4, 0)          rows in even pieces, too: each rank repeats its own
     F.pad(keys, (0, 0, 0, 64))            64 positions more, where no axis splits them
+    keys.roll(3, 2)                       positions in even pieces, too: each rank sends to two others
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -46,8 +48,13 @@ def pad(x: DTensor, input: Any, pad: Sequence[int], mode: str = "constant", valu
 
 
 def roll(x: DTensor, input: Any, shifts: Any, dims: Any = None) -> DTensor | None:
-    """As of torch, in pieces; None where an axis splits the dim, or there are several."""
-    if type(dims) is not int or _ranks_along(x, dims) != 1:
+    """As of torch, in pieces; None where several axes split the dim, or unevenly, and where there are several dims."""
+    if type(dims) is not int or type(shifts) is not int:
+        return None
+    axis = axis_along(x, dims)
+    if axis is not None:
+        return _held(_rolled(x, shifts, dims % x.ndim, axis), x, dims, x.shape[dims])
+    if _ranks_along(x, dims) != 1:
         return None
     return _held(local_tensor(x).roll(shifts, dims), x, dims, x.shape[dims])
 
@@ -56,6 +63,48 @@ BY_NAME: dict[str, Callable[..., DTensor | None]] = {
     "index_select": index_select, "repeat_interleave": repeat_interleave, "pad": pad, "roll": roll
 }  # fmt: skip
 """Functions of torch -> what they give of pieces: (pieces, their arguments)."""
+
+
+def axis_along(x: DTensor, dim: int) -> int | None:
+    """The number of the one mesh axis that cuts a dim into even pieces; None where there is no such."""
+    axes = [axis for axis, each in enumerate(x.placements) if isinstance(each, Shard) and each.dim == dim % x.ndim]
+    if len(axes) != 1 or _ranks_along(x, dim) is None or x.shape[dim] % x.device_mesh.size(axes[0]):
+        return None
+    return axes[0]
+
+
+def window(piece: Tensor, dim: int, begin: int, count: int, first: int, group: dist.ProcessGroup) -> Tensor:
+    """The elements from `begin` of a dim that lies in pieces over `group`, of which this one begins with `first`; the
+    same on every rank, bit by bit. Collective.
+    """
+    shape = list(piece.shape)
+    shape[dim] = count
+    found = piece.new_zeros(shape)
+    start, stop = max(begin, first), min(begin + count, first + piece.shape[dim])
+    if start < stop:
+        found.narrow(dim, start - begin, stop - start).copy_(piece.narrow(dim, start - first, stop - start))
+    dist.all_reduce(found.view(torch.uint8), group=group)  # bytes are zero elsewhere: nothing is rounded
+    return found
+
+
+def _rolled(x: DTensor, by: int, dim: int, axis: int) -> Tensor:
+    """This rank's piece of the rolled tensor: the end of one rank's, and the beginning of the next one's."""
+    ranks, own = x.device_mesh.size(axis), x.device_mesh.get_local_rank(axis)
+    piece = local_tensor(x).movedim(dim, 0).contiguous()
+    size = len(piece)
+    after, cut = divmod(-by % (ranks * size), size)
+    end, begin = piece[cut:], piece[:cut]
+    to_end, to_begin = (own - after) % ranks, (own - after - 1) % ranks
+    sent = torch.cat([end, begin] if to_end < to_begin else [begin, end]).view(torch.uint8)
+    sizes = [size - cut if rank == to_end else cut if rank == to_begin else 0 for rank in range(ranks)]
+    of_end, of_begin = (own + after) % ranks, (own + after + 1) % ranks
+    comes = [size - cut if rank == of_end else cut if rank == of_begin else 0 for rank in range(ranks)]
+    found = torch.empty_like(sent)
+    dist.all_to_all_single(found, sent, comes, sizes, group=x.device_mesh.get_group(axis))
+    found = found.view(piece.dtype)
+    if of_begin < of_end:
+        found = torch.cat([found[cut:], found[:cut]])
+    return found.movedim(0, dim).contiguous()
 
 
 def _ranks_along(x: DTensor, dim: int) -> int | None:

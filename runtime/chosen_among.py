@@ -3,6 +3,7 @@
     logits[:, -1]               [8, 128256/tp]: a part of the pieces, nothing is sent
     logits[:, -1].argmax(-1)    8 pairs of a value and its place from each rank, where whole rows have 8 · 128256 values
     torch.topk(logits, 5)       5 pairs from each rank
+    rows.argmax(-1)             where rows are split: pairs of each rank's rows
 
 What comes out is whole, the same on every rank. Of equal values it is the first, as on one device.
 """
@@ -102,13 +103,13 @@ def _is_plain(x: DTensor) -> bool:
 
 
 def _best(x: DTensor, dim: int, count: int) -> tuple[Tensor, Tensor, int] | None:
-    """The `count` largest values of each rank's piece along a dim that is split, whole, and where they are; and the
-    dim, counted from the front.
+    """The `count` largest values of each rank's piece along a dim, whole, and where they are; and the dim, counted from
+    the front. It is split, or others are: rows of which each rank has some.
     """
     if not -x.ndim <= dim < x.ndim or not x.is_floating_point() or not _is_plain(x):
         return None
     dim %= x.ndim
-    if not any(type(each) is Shard and each.dim == dim for each in x.placements):
+    if not any(type(each) is Shard for each in x.placements):
         return None
     sizes, own = pieces_along(x, dim)
     local, have = local_tensor(x).detach().movedim(dim, -1), min(count, sizes[own])

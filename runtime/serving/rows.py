@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.base.huggingface.reuse import position_dims
 from autopar.base.torch_compat.distributed import local_tensor
+from autopar.runtime.along import axis_along, window
 from autopar.runtime.chosen_among import pieces_along
 from autopar.runtime.seen_whole import SeenWhole, whole
 
@@ -34,8 +35,8 @@ class Move:
 def put(cache: Any, source: Any, moves: Sequence[Move]) -> Any:
     """The cache with what `moves` write into it from another one; what does not grow is written whole.
 
-    Tensors of the cache may be written in place: they are the caller's alone. Collective only where a state lies
-    otherwise than the source's does.
+    Tensors of the cache may be written in place: they are the caller's alone. Collective where positions lie in pieces,
+    of which those that are written travel, and where a state lies otherwise than the source's does, which is gathered.
     """
     pairs = zip(cache.states(), source.states(), position_dims(cache), strict=True)
     return type(cache).of(cache.layouts(), [_put(x, y, dim, moves) for x, y, dim in pairs])
@@ -64,7 +65,9 @@ def row_pieces(cache: Any) -> int:
 def _put(x: Tensor, source: Tensor, dim: int | None, moves: Sequence[Move]) -> Tensor:
     if not x.dim():
         return x
-    if not _lie_alike(x, source, dim):
+    if not _lie_alike(x, source, dim, {0}):
+        if dim is not None and _lie_alike(x, source, dim, {0, dim}) and None not in _axes(x, source, dim):
+            return _put_in_pieces(x, source, dim, moves)
         target = whole(x).clone()
         _write(target, whole(source), dim, moves, 0, 0)
         return target
@@ -78,15 +81,40 @@ def _put(x: Tensor, source: Tensor, dim: int | None, moves: Sequence[Move]) -> T
     return x
 
 
-def _lie_alike(x: Tensor, source: Tensor, dim: int | None) -> bool:
-    """Whether each rank that has a row has what goes into it: pieces lie alike, and have all positions."""
+def _axes(x: Any, source: Any, dim: int) -> set[int | None]:
+    return {axis_along(x, dim), axis_along(source, dim)}
+
+
+def _put_in_pieces(x: Any, source: Any, dim: int, moves: Sequence[Move]) -> Tensor:
+    """Positions lie in pieces: those that are written go to all ranks of the axis, each of which writes its own."""
+    axis, device_mesh = axis_along(x, dim), x.device_mesh
+    assert axis is not None
+    group, own = device_mesh.get_group(axis), device_mesh.get_local_rank(axis)
+    target, given = local_tensor(x), local_tensor(source)
+    first, first_given = own * target.shape[dim], own * given.shape[dim]
+    at, given_at = (sum(sizes[:own]) for sizes, own in (pieces_along(x, 0), pieces_along(source, 0)))
+    for move in moves:
+        if not 0 <= move.to_row - at < len(target):  # so for all ranks of the axis
+            continue
+        found = window(given[move.row - given_at], dim - 1, move.begin, move.count, first_given, group)
+        start, stop = max(move.at, first), min(move.at + move.count, first + target.shape[dim])
+        if start < stop:
+            into = target[move.to_row - at].narrow(dim - 1, start - first, stop - start)
+            into.copy_(found.narrow(dim - 1, start - move.at, stop - start))
+    return x  # type: ignore[no-any-return]
+
+
+def _lie_alike(x: Tensor, source: Tensor, dim: int | None, free: set[int]) -> bool:
+    """Whether each rank that has a row has what goes into it: pieces lie alike, cut along no dim but `free` whose sizes
+    differ, and not along positions unless these are free.
+    """
     if not isinstance(x, DTensor) or not isinstance(source, DTensor):
         return not isinstance(x, DTensor) and not isinstance(source, DTensor)
     if not all(isinstance(each, SeenWhole) and each._whole is None for each in (x, source)):
         return local_tensor(x).is_meta
     if any(type(each) not in (Shard, Replicate) for each in (*x.placements, *source.placements)):
         return False
-    split = {each.dim for each in x.placements if isinstance(each, Shard)} - {0}
+    split = {each.dim for each in x.placements if isinstance(each, Shard)} - free
     alike = all(x.shape[each] == source.shape[each] for each in split)
     return x.placements == source.placements and dim not in split and alike
 

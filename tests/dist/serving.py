@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,18 @@ def alone(name: str) -> list[tuple[int, ...]]:
     return found
 
 
+def told() -> list[str]:
+    """What is said of outputs that are gathered, as it comes."""
+    said: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.extend([record.getMessage()] * ("whole tensor" in record.getMessage()))
+
+    logging.getLogger("autopar").addHandler(Handler())
+    return said
+
+
 def served(name: str, strategy: str) -> tuple[list[tuple[int, ...]], list[list[int]], int, str]:
     """The new tokens of each request, the numbers of those that came at once in the order in which they began, how many
     programs there are, and what is said of a request without room.
@@ -59,6 +72,7 @@ def served(name: str, strategy: str) -> tuple[list[tuple[int, ...]], list[list[i
     axis = "pp" if strategy == "stages" else "x"
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     compiled: Any = autopar.compile(model, mesh, strategy="auto" if strategy == "stages" else strategy)
+    gathers = told()
     options: dict[str, Any] = {"slots": 4, "chunk": 4, "length": 18, "eos_token_id": ENDS[name]}
     # From a list, and again of requests that come one by one, whose slots others had before.
     found = list(compiled.serve(requests(name), **options))
@@ -71,6 +85,8 @@ def served(name: str, strategy: str) -> tuple[list[tuple[int, ...]], list[list[i
     tokens = [each.tokens for each in sorted(found, key=lambda each: each.number)]
     if tokens != [each.tokens for each in sorted(again, key=lambda each: each.number)]:
         tokens = []
+    if gathers:
+        return tokens, [], 0, f"{gathers}"
     order = [
         [each.number for each in sorted(run, key=lambda each: (each.steps[0], each.number))] for run in (found, again)
     ]

@@ -18,6 +18,15 @@ def test_the_largest_of_pieces_is_that_of_the_whole() -> None:
 
 
 @pytest.mark.slow
+def test_positions_in_pieces_move_as_those_of_the_whole() -> None:
+    """Breaks if a piece is sent to another rank, if the two of which a new one is made are joined the wrong way round,
+    if numbers are rounded on their way, or if the whole is gathered.
+    """
+    for wrong in launch(choosing.along_positions, 4, timeout_s=240.0):
+        assert wrong == []
+
+
+@pytest.mark.slow
 def test_greedy_tokens_need_no_whole_logits() -> None:
     """Breaks if `generate()` gathers the vocabulary for each token, or takes other tokens without."""
     model, prompt = generation.model_and_prompt("qwen2")

@@ -10,11 +10,13 @@ from tests.dist.launch import launch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("qwen2", "tensor"), ("gpt2", "ddp"), ("lfm2", "tensor"), ("qwen2", "stages")]
+    ("name", "strategy"),
+    [("qwen2", "tensor"), ("gpt2", "ddp"), ("lfm2", "tensor"), ("qwen2", "stages"), ("qwen2", "split_kv")],
 )
 def test_each_request_has_the_tokens_of_its_own_generate(name: str, strategy: str) -> None:
     """Breaks if a request sees keys of the one that had its slot before or that stands before it in its lane, has
-    positions of another row, loses keys when rows move, is overtaken, or if slots need programs of their own.
+    positions of another row, loses keys when rows move, is overtaken, if slots need programs of their own, or a
+    cache, or the logits of a token, are gathered.
     """
     want = serving.alone(name)
     assert len({len(tokens) < new for tokens, (_, new) in zip(want, serving.SIZES[name], strict=True)}) == 2
