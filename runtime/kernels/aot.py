@@ -36,9 +36,9 @@ from autopar.runtime.kernels.compile_spec import CompileSpec
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program can have (CUDA C++ Programming Guide, table of technical specifications per capability)."""
 CHECKED_HEAD_DIMS = (64, 128)
-_UNUSUAL = re.compile(r"\b(window|runs|uneven|tuned)\b")
+_UNUSUAL = re.compile(r"\b(window|runs|uneven|tuned|rows)\b")
 """In names of specifications: attention at lengths that are no multiples of the blocks, of less common masks, or in
-blocks that only tuning tries.
+blocks that only tuning tries; of a few queries that are many rows.
 """
 _MAY_SPILL = re.compile(r"\btuned\b")
 """In names of specifications: a candidate of tuning, which is taken where it is fastest, spilling or not."""

@@ -15,6 +15,7 @@ from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.visibility import sees_plainly
 from autopar.runtime.kernels import attention_backward as backward_kernels
 from autopar.runtime.kernels import attention_forward as forward_kernel
+from autopar.runtime.kernels import decode_launch
 from autopar.runtime.kernels.attention_problem import supports
 
 
@@ -31,6 +32,8 @@ def attention(
     """As `autopar.operators.attention`."""
     said = AttentionOptions(**options)
     if takes_kernels(q, k, v, bias, keys, sinks, said):
+        if decode_launch.unfit(q, k, v, said) is None:
+            return decode_launch.decode_attention(q, k, v, bias, keys, sinks, options=said)
         return forward_kernel.attention_forward(q, k, v, bias, keys, sinks, seed, options=said)
     return reference.attention(q, k, v, bias, keys, sinks, seed, **options)
 

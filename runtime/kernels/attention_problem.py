@@ -90,7 +90,7 @@ class AttentionProblem:
             "left": options.left or 0, "right": options.right or 0, "prefix": options.prefix,
             "query_starts": _starts(query_runs, q.device), "key_starts": _starts(key_runs, q.device),
             **strides("q", "bhs", q), **strides("k", "bgt", k), **strides("v", "bgt", v),
-            **_factors(options), **_bias(bias, q, num_keys), **_dropout(q, seed, options),
+            **factors(options), **bias_arguments(bias, q, num_keys), **_dropout(q, seed, options),
             **_key_mask(keys, k, len(key_runs)), **_documents(q, options, len(query_runs), len(key_runs)),
             "sinks": q if sinks is None else sinks.contiguous(),
         }  # fmt: skip
@@ -170,14 +170,15 @@ def _starts(runs: list[tuple[int, int]], device: torch.device) -> int | Tensor:
     return runs[0][0] if len(runs) == 1 else int32_tensor(tuple(start for start, _ in runs), device)
 
 
-def _factors(options: AttentionOptions) -> dict[str, float]:
+def factors(options: AttentionOptions) -> dict[str, float]:
     """multiplier of the products, cap of their tanh (units of log2), the scale of the gradients."""
     log2_e = float(masks.LOG2_E.value)
     factor = options.scale / options.softcap if options.softcap else options.scale * log2_e
     return {"multiplier": factor, "cap": options.softcap * log2_e, "scale": options.scale}
 
 
-def _bias(bias: Tensor | None, q: Tensor, num_keys: int) -> dict[str, Any]:
+def bias_arguments(bias: Tensor | None, q: Tensor, num_keys: int) -> dict[str, Any]:
+    """The bias, bools as bytes, and its strides over [B, H, S, T]: 0 where a dim is shared."""
     if bias is None:
         return {"bias": q, **dict.fromkeys(("bias_b", "bias_h", "bias_s", "bias_t"), 0)}
     if bias.dtype == torch.bool:

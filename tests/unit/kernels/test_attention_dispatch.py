@@ -47,6 +47,22 @@ def test_plain_calls_go_to_pytorch_unless_told(monkeypatch: pytest.MonkeyPatch) 
     assert not takes_kernels() and takes_kernels(replace(PLAIN, softcap=2.0))
 
 
+@pytest.mark.parametrize(
+    "queries, options, few", [(1, {}, True), (16, {}, True), (17, {}, False), (1, {"dropout_p": 0.1}, False)]
+)
+def test_a_few_queries_have_kernels_of_their_own(
+    queries: int, options: dict[str, Any], few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if a token's attention goes to programs of one head and a block of queries, or dropout to one without."""
+    monkeypatch.setenv("AUTOPAR_ATTENTION", "triton")
+    module, called = load("attention_dispatch"), []
+    monkeypatch.setattr(module.forward_kernel, "attention_forward", lambda *_, **__: called.append(False))
+    monkeypatch.setattr(module.decode_launch, "decode_attention", lambda *_, **__: called.append(True))
+    tensors = {name: x for name, x in Case(S=queries, T=40).tensors().items() if name in ("q", "k", "v")}
+    module.attention(**tensors, scale=0.3, **options)
+    assert called == [few]
+
+
 def test_what_kernels_cannot_do_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a call that the kernels cannot do reaches them, or each call warns."""
     monkeypatch.setenv("AUTOPAR_ATTENTION", "triton")
