@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.base.torch_compat import tracing
-from autopar.ir.folded import with_left_out
+from autopar.ir.folded import read_with_left_out, with_left_out
 from autopar.ir.nodes import ROW, copy_graph, dtype_of, shape_of
 from autopar.ir.program import AttentionSite, Program
 from autopar.ir.region import Region
@@ -200,7 +200,7 @@ def _without_unused(program: Program, region: Region) -> Program:
             region.graph.erase_node(node)
     slots = tuple(slot for slot, keep in zip(region.slots, kept, strict=True) if keep)
     names = tuple(name for name, keep in zip(call.slots, kept, strict=True) if keep)
-    gone = program.constants.keys() - set(names)
+    gone = program.constants.keys() - read_with_left_out(names, program.folded)
     return replace(
         program,
         regions=(replace(region, slots=slots),),

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import has_adapters
 from autopar.base.huggingface.caches import generating
-from autopar.base.huggingface.masks import spelled_out
+from autopar.base.huggingface.masks_of_generate import spelled_out
 from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import forget_ended_groups, read_reduced_numbers
 from autopar.base.trace import Recorded

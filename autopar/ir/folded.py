@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.program import AttentionSite, Folded, Program
@@ -27,6 +27,16 @@ def with_left_out(sites: Sequence[tuple[AttentionSite, int | None]], folded: Seq
             for others in where
             for path, site in own
         ]
+    return found
+
+
+def read_with_left_out(slots: Iterable[str], folded: Sequence[Folded]) -> set[str]:
+    """The variables that a program reads whose graph reads these: those of blocks that were left out, too."""
+    found = set(slots)
+    for row in folded:
+        for paths in row.left_out:
+            for path, other in zip(row.like, paths, strict=True):
+                found |= {other + name.removeprefix(path) for name in found if name.startswith(f"{path}.")}
     return found
 
 

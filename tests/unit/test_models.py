@@ -87,6 +87,8 @@ def test_tiny_keeps_what_is_particular() -> None:
     clip = catalogue.load("clip", tiny=True).model.config
     assert (clip.text_config.hidden_size, clip.vision_config.image_size, clip.projection_dim) == (64, 16, 32)
     assert catalogue.load("vit", tiny=True).model.config.num_labels == 16
+    falcon = [shrunk(transformers.FalconConfig(num_kv_heads=kv_heads), 8) for kv_heads in (None, 6)]
+    assert [config.num_kv_heads for config in falcon] == [8, 4]
 
 
 KINDS: dict[str, tuple[str, int]] = {

@@ -101,6 +101,26 @@ def test_masks_of_every_version_are_asked_for_as_in_eager(later: bool, monkeypat
     assert vars(module) == before
 
 
+def test_how_many_tokens_a_cache_holds_does_not_decide_on_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if versions up to 5.17 ask a traced cache whether it is empty: each number of tokens in it would be a
+    program of its own, and no block of the model be traced for others; or if a number is not asked.
+    """
+    asked: list[object] = []
+
+    def needless(padding: object, num_new: int, num_held: int, first: object, *others: object) -> bool:
+        asked.append(first)
+        return first == 0
+
+    kinds = {"is_tracing": lambda tensor=None: True, "find_packed_sequence_indices": lambda ids: ids}
+    module = types.SimpleNamespace(**kinds, _ignore_causal_mask_sdpa=needless)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", module)
+    with masks.as_in_eager():
+        assert not module._ignore_causal_mask_sdpa(None, 2, 8, torch.tensor(0), 0, None)
+        assert module._ignore_causal_mask_sdpa(None, 2, 8, 0, 0, None)
+        assert not module._ignore_causal_mask_sdpa(None, 2, 8, 3, 0, None)
+    assert asked == [0, 3]
+
+
 def test_masks_of_an_unknown_version_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -43,6 +43,12 @@ def _model(name: str) -> Any:
                 mamba_d_state=8, mamba_chunk_size=4, head_dim=8,
             )
         )  # fmt: skip
+    elif name == "alibi":  # makes its biases of a mask of positions
+        made = transformers.FalconForCausalLM(
+            transformers.FalconConfig(
+                hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, alibi=True, multi_query=False
+            )
+        )  # fmt: skip
     elif name == "t5":
         config = transformers.T5Config(
             d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64, decoder_start_token_id=0
@@ -172,13 +178,15 @@ def test_a_prompt_of_one_token_is_no_token_after_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "strategy", "prompt"), [("lfm2", "tensor", 1), ("mamba", "ddp", 4), ("t5", "tensor", 5)]
+    ("name", "strategy", "prompt"),
+    [("lfm2", "tensor", 1), ("mamba", "ddp", 4), ("t5", "tensor", 5), ("alibi", "tensor", 5)],
 )
 def test_states_are_planned_and_proven(name: str, strategy: str, prompt: int) -> None:
     """Breaks if a token is planned as if nothing went before it, a state lies otherwise than the prompt left it, or a
-    parameter that no token needs (those that make keys of what an encoder gave) otherwise than the prompt has it.
+    parameter that no token needs (those that make keys of what an encoder gave) otherwise than the prompt has it; or if
+    positions before which biases count are counted otherwise than they are.
     """
-    wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=3, padded=name == "t5")
+    wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=3, padded=name in ("t5", "alibi"))
     plan = autopar.plan_generation(_model(name), autopar.Mesh({"x": 2}), wanted, strategy=strategy)
     assert plan.verify().raise_on_failure().ok
     first, then = (each.interface.parameters for each in plan)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.caches import NAMES, Maker, called_without_data, generating, name_of
-from autopar.base.huggingface.masks import spelled_out
+from autopar.base.huggingface.masks_of_generate import spelled_out
 
 Answer = Callable[[dict[str, Any]], Any]
 """The keyword arguments of one call of forward -> what forward returns."""

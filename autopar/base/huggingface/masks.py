@@ -6,11 +6,9 @@ export it makes one in any case, which is causal even where the module's attenti
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,13 +20,16 @@ logger = logging.getLogger(__name__)
 
 # What the functions that make masks ask. Whether anything is exported, later versions ask by itself; earlier ones ask
 # `is_tracing` of a padding that there is not.
-_ASKED = ("find_packed_sequence_indices", "is_torchdynamo_exporting", "is_tracing")
+_ASKED = ("find_packed_sequence_indices", "is_torchdynamo_exporting", "is_tracing", "_ignore_causal_mask_sdpa")
 _NEEDED = {"find_packed_sequence_indices", "is_tracing"}
 
 
 @contextmanager
 def as_in_eager() -> Iterator[None]:
     """Inside, only a mask that depends on the inputs is made where eager might make none.
+
+    How many tokens a cache holds is such an input: a mask holds for any number of them. Earlier versions ask whether
+    there are none, to tell attention that it is causal.
 
     What eager does, in other threads too, stays as it is.
     """
@@ -48,10 +49,16 @@ def as_in_eager() -> Iterator[None]:
     def traced(tensor: Any = None) -> bool:
         return tensor is not None and before["is_tracing"](tensor)
 
+    def none_needed(padding: Any, num_new: int, num_held: int, first: Any, *others: Any, **named: Any) -> bool:
+        if isinstance(first, Tensor) and before["is_tracing"](first):
+            return False
+        return bool(before["_ignore_causal_mask_sdpa"](padding, num_new, num_held, first, *others, **named))
+
     instead = {
         "find_packed_sequence_indices": known_packed,
         "is_torchdynamo_exporting": lambda: False,
         "is_tracing": traced,
+        "_ignore_causal_mask_sdpa": none_needed,
     }
     try:
         for name in before:
@@ -66,42 +73,6 @@ SPELLED_OUT = "_autopar_masks_are_spelled_out"
 """An attribute of a cache: whether a prompt that is read into it has a mask even where attention could be told that it
 is causal, as it can of the first tokens alone. So all chunks of a prompt are of one kind.
 """
-_SKIPPED = {
-    "full_attention": "create_causal_mask", "sliding_attention": "create_sliding_window_causal_mask",
-    "chunked_attention": "create_chunked_causal_mask",
-}  # fmt: skip
-
-
-def spelled_out(model: type) -> Callable[..., Any]:
-    """`create_masks_for_generate` of a class of transformers, with the masks that it leaves out where a cache asks for
-    them (`SPELLED_OUT`).
-    """
-    module = importlib.import_module("transformers.masking_utils")
-    own: Any = inspect.getattr_static(
-        model, "create_masks_for_generate", staticmethod(module.create_masks_for_generate)
-    )
-
-    def create(
-        self: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, *args: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        original = own.__get__(self, model)  # of some models a static method, of others not
-        found = original(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
-        if not getattr(past_key_values, SPELLED_OUT, False):
-            return found
-
-        def made(pattern: str) -> Any:
-            given = {"position_ids": kwargs.get("position_ids"), "block_sequence_ids": kwargs.get("block_sequence_ids")}
-            return getattr(module, _SKIPPED[pattern])(
-                config.get_text_config(), inputs_embeds, attention_mask, past_key_values, allow_is_causal_skip=False,
-                **{name: x for name, x in given.items() if x is not None},
-            )  # fmt: skip
-
-        if isinstance(found, dict):
-            return {name: made(name) if x is None and name in _SKIPPED else x for name, x in found.items()}
-        return made("full_attention") if found is None else found
-
-    return create
 
 
 def _follow_each_other(rows: Tensor) -> bool:

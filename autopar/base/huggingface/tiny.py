@@ -109,9 +109,10 @@ def _shrink(config: Any, fields: dict[str, Any], tokens: int, layers: int | None
         replace(name, [value] * len(given) if isinstance(given, list) else value)
     _fewer_experts(fields, config.attribute_map)
     if getattr(config, "num_attention_heads", None) is not None:
-        heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-        if kv_heads is not None:
-            replace("num_key_value_heads", 8 if kv_heads == heads else max(1, min(4, kv_heads)))
+        heads = config.num_attention_heads
+        for name in ("num_key_value_heads", "num_kv_heads"):
+            if (kv_heads := getattr(config, name, None)) is not None:
+                replace(name, 8 if kv_heads == heads else max(1, min(4, kv_heads)))
         share = config.hidden_size // heads
         wide = (getattr(config, "head_dim", None) or share) != share
         # With latent attention, head_dim is that of the rotary part.

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from autopar.api import interpret
 from autopar.cli.models import catalogue
+from autopar.ir.verify import check_program
 from autopar.passes import capture as capturing
+from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.outline import outline
 from tests.unit.passes.repeated import Asking, Block, Row, Stack, texts
 from tests.unit.tiers import mostly_slow
@@ -156,3 +158,25 @@ def test_constants_of_repeated_blocks() -> None:
     torch.testing.assert_close(outputs[0], loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+class Attending(Weighing):
+    """Has attention, too, whose fusion drops constants that nobody reads any more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x)[:, None, None, :]
+        return self.act(torch.nn.functional.scaled_dot_product_attention(q, q, q)[:, 0, 0] + q[:, 0, 0])
+
+
+def test_constants_of_blocks_that_were_left_out_outlive_the_fusion_of_attention() -> None:
+    """Breaks if constants of left out blocks are dropped, as no node of the graph reads them."""
+    model = Row([Attending(i) for i in range(8)]).double()
+    batch = {"x": torch.randn(2, 4, dtype=torch.float64)}
+    captured = capturing.capture(model, batch)
+    assert sum(len(paths) for row in captured.folded for paths in row.left_out) == 4
+    fused = fuse_attention(captured)
+    assert [site.fused for site in fused.attention] == [True] * 8
+    program = outline(fused)
+    check_program(program, after="outline")
+    outputs, _ = interpret.run(program, interpret.state_of(model, program), batch)
+    torch.testing.assert_close(outputs[0], model(**batch))

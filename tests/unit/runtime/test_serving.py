@@ -144,7 +144,7 @@ def _model(**options: Any) -> Any:
 def test_masks_are_spelled_out_where_a_cache_asks_for_them() -> None:
     """Breaks if the first chunk of a prompt has no mask, or a mask of something else than the chunks behind it have."""
     from autopar.base.huggingface import caches
-    from autopar.base.huggingface.masks import spelled_out
+    from autopar.base.huggingface.masks_of_generate import spelled_out
 
     model = _model()
     create: Any = functools.partial(spelled_out(type(model)), model)
@@ -158,10 +158,30 @@ def test_masks_are_spelled_out_where_a_cache_asks_for_them() -> None:
     assert create(**given_now)[0, 0].long().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
 
 
+def test_models_that_count_positions_are_handed_a_mask_of_them() -> None:
+    """Breaks if a model that makes its biases of a mask [batch, length] is handed one of queries and keys, which it
+    cannot read, or one that marks what is not written yet; or if others are handed such a mask.
+    """
+    import transformers
+
+    from autopar.base.huggingface import caches
+    from autopar.base.huggingface.masks_of_generate import spelled_out
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    for alibi, options in ((True, {"multi_query": False}), (True, {"new_decoder_architecture": True}), (False, {})):
+        model: Any = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, alibi=alibi, **options))
+        create: Any = functools.partial(spelled_out(type(model)), model, model.config, torch.empty(2, 1, 0))
+        cache = caches.new_cache(model, 2, 5, torch.device("cpu"))
+        cache.advance(2)
+        padded = create(torch.tensor([[0, 1, 1], [1, 1, 1]]), cache)
+        assert padded.tolist() == [[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]] if alibi else padded.dim() == 4
+        assert create(None, cache).tolist() == [[1, 1, 1, 0, 0]] * 2 if alibi else create(None, cache).dim() == 4
+
+
 @pytest.mark.parametrize("is_static", [False, True])
 def test_masks_of_a_models_own_stay(is_static: bool) -> None:
     """Breaks if a model that makes its masks itself, as a method or a static one (Bloom, Gemma), cannot generate."""
-    from autopar.base.huggingface.masks import spelled_out
+    from autopar.base.huggingface.masks_of_generate import spelled_out
 
     class Static:
         @staticmethod
