@@ -77,11 +77,14 @@ class Inference:
     """The types of operators' results on one mesh; the same question is answered once.
 
     steps: the terms of what was planned (`Meaning`). hinted: of the things that something may be, one that was planned
-    is enough: nothing else that it may be is looked for. is_cut: something may be so many things that not all were
-    followed.
+    is enough: nothing else that it may be is looked for. any_stripes: what repeats itself along a dim is followed in
+    all stripes that divide it, not only in those in which something was seen to lie. is_cut: something may be so many
+    things that not all were followed.
     """
 
-    def __init__(self, axes: Axes, steps: frozenset[int] = frozenset(), *, hinted: bool = False) -> None:
+    def __init__(
+        self, axes: Axes, steps: frozenset[int] = frozenset(), *, hinted: bool = False, any_stripes: bool = False
+    ) -> None:
         self.axes, self.terms = axes, Terms()
         self._known: dict[Any, Answer] = {}
         self._numbers: dict[int, tuple[int, tuple[Typed, ...]]] = {}
@@ -89,6 +92,7 @@ class Inference:
         self._ways: dict[Any, tuple[Rule, list[Choice]]] = {}
         self._steps, self._hinted = steps, hinted and bool(steps)
         self._stripes: set[tuple[int, bool]] = set()
+        self._any_stripes = any_stripes
         self._actual: dict[Term, Term] | None = None
         self.is_cut = False
 
@@ -142,7 +146,8 @@ class Inference:
         said = [self.axes.said(x) for x in operands]
         results = flatten_results(made)
         dtypes = [x.dtype for x in operands]
-        call = LocalCall(target, args, kwargs, dtypes, results, ring, self.axes, self.ways, self._stripes)
+        stripes = None if self._any_stripes else self._stripes
+        call = LocalCall(target, args, kwargs, dtypes, results, ring, self.axes, self.ways, stripes)
         found, is_whole = self._readings(call, operands, said, hinted and self._hinted)
         if found is None:
             return None

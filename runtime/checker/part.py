@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice, product
-from math import prod
+from math import isqrt, prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -70,16 +71,17 @@ Way = tuple[tuple[Sharding, ...], tuple[Typed | None, ...]]
 class LocalCall:
     """One call on local tensors, of these dtypes, of which these are the results.
 
-    ways: what an axis of a size may do to an operator, in no stripes. stripes: outer and zigzag, that tensors lie in.
+    ways: what an axis of a size may do to an operator, in no stripes. stripes: outer and zigzag, that tensors lie in;
+    None: in any.
     """
 
     def __init__(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: Sequence[torch.dtype],
         results: Sequence[Any], ring: RingCall | ExchangeCall | None, axes: Axes,
-        ways: Callable[[Rule, int], list[Choice]], stripes: Iterable[tuple[int, bool]],
+        ways: Callable[[Rule, int], list[Choice]], stripes: Iterable[tuple[int, bool]] | None,
     ) -> None:  # fmt: skip
         self.target, self.axes, self.ring = target, axes, ring
-        self.ways, self.stripes = ways, frozenset(stripes)
+        self.ways, self.stripes = ways, None if stripes is None else frozenset(stripes)
         self._differs = differs(args) or (bool(kwargs) and differs(list(kwargs.values())))
         self.args, self.kwargs = without_places(args, kwargs) if self._differs else (args, kwargs)
         self.given, self.given_kwargs = args, kwargs
@@ -181,9 +183,12 @@ class LocalCall:
         if len(rule.operands) != len(given):
             return
         in_stripes, stripes, zigzags = False, dict[str, set[int]](), dict[str, set[int]]()
-        if self.stripes:  # some operand lies in some
+        if self.stripes is None or self.stripes:  # some operand lies in some
             stripes, zigzags = _stripes(rule, given)
             for name in _made_of_one(rule):  # alike all along: in whatever stripes what it meets lies in
+                if self.stripes is None:
+                    stripes[name] = set(_divisors(rule.sizes[name]))
+                    continue
                 stripes[name] = {outer for outer, zigzag in self.stripes if not zigzag}
                 zigzags[name] = {outer for outer, zigzag in self.stripes if zigzag}
             in_stripes = any(stripes.values()) or any(zigzags.values())
@@ -447,6 +452,13 @@ def _made_of_one(rule: Rule) -> set[str]:
     """The factors of results that no operand has: along these a result repeats itself."""
     given = {name for dims in rule.operands for dim in dims for name in dim}
     return {name for dims in rule.results if dims is not None for dim in dims for name in dim} - given
+
+
+@lru_cache(maxsize=1 << 10)
+def _divisors(size: int) -> frozenset[int]:
+    """Those of a size but 1: in as many stripes a dim may be cut."""
+    small = [by for by in range(1, isqrt(size) + 1) if size % by == 0]
+    return frozenset(small[1:]) | {size // by for by in small if size > 1}
 
 
 def _are_as_many(shape: Sequence[int], size: Any) -> bool:

@@ -46,19 +46,22 @@ def check_types(
     """
     if not identity:
         interface = replace(interface, meaning=None)
-    if interface.meaning is not None and interface.meaning.is_comparable:
+    is_comparable = interface.meaning is not None and interface.meaning.is_comparable
+    # Hinted, only what was planned is looked for of what something may be. Most programs need no stripes but those met.
+    *before, last = product((True, False) if is_comparable else (False,), (False, True))
+    for hinted, any_stripes in before:
         try:
-            return _check(source, interface, filename, hinted=True)
-        except AutoparError:  # of what something may be, only what was planned was looked for
+            return _check(source, interface, filename, hinted=hinted, any_stripes=any_stripes)
+        except AutoparError:  # the next looks for more
             pass
-    _check(source, interface, filename, hinted=False)
+    _check(source, interface, filename, hinted=last[0], any_stripes=last[1])
 
 
 @without_collection()
-def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: bool) -> None:
+def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: bool, any_stripes: bool = False) -> None:
     axes = Axes(interface.axes, interface.sizes)
     steps = interface.meaning.steps if interface.meaning is not None else frozenset()
-    typing = Typing(axes, filename, steps, hinted=hinted)
+    typing = Typing(axes, filename, steps, hinted=hinted, any_stripes=any_stripes)
     program = load_program(source, filename)
     program.namespace["ops"] = TypedOperators(typing)
     for name, function in list(program.namespace.items()):

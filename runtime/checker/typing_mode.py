@@ -36,14 +36,17 @@ REMEDY = "undo the last edit of the program, or let autopar write it again; AUTO
 class Typing(PlainDispatchMode):
     """Types every operator's results while it is active. filename: of the program, whose lines errors name.
 
-    steps, hinted: as `Inference` takes them. where: what the program runs now.
+    steps, hinted, any_stripes: as `Inference` takes them. where: what the program runs now.
     """
 
-    def __init__(self, axes: Axes, filename: str, steps: frozenset[int] = frozenset(), *, hinted: bool = False) -> None:
+    def __init__(
+        self, axes: Axes, filename: str, steps: frozenset[int] = frozenset(), *, hinted: bool = False,
+        any_stripes: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.axes, self.filename = axes, filename
         self.where = ""
-        self.inference = Inference(axes, steps, hinted=hinted)
+        self.inference = Inference(axes, steps, hinted=hinted, any_stripes=any_stripes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -324,6 +324,35 @@ def test_what_repeats_itself_lies_in_whatever_stripes_it_meets() -> None:
     assert Typed((8, 4), (Partial(),)) in bare(typing.axes.of(summed))
 
 
+class Scaled(torch.nn.Module):
+    """Every channel of a row is scaled, and all that a row then is is added up: its gradient is alike all along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, by: Tensor) -> dict[str, Tensor]:
+        """x [8, 6, 8], by [8, 6] -> loss []."""
+        scaled = x * self.project(by).unsqueeze(1)
+        return {"loss": scaled.flatten(1).sum(1).square().sum()}
+
+
+def test_what_repeats_itself_lies_in_stripes_that_nothing_was_met_in() -> None:
+    """Breaks if pieces of a gradient that is alike along channels that were laid together are refused, since no
+    statement before it has anything in as many stripes; or if they are then taken for other pieces.
+    """
+    batch = {"x": torch.randn(8, 6, 8), "by": torch.randn(8, 6)}
+    plan = autopar.plan(Scaled(), Mesh({"tp": 2}, hardware="cpu"), example_inputs=batch, strategy="auto")
+    wide, cut = r"\.expand\(B, 48\)\.reshape\(B, 6, 8\)", r'comm\.slice\(grad_scaled, "tp", 2\)'
+    text = edited(edited(plan.source, wide, ".expand(B, 24).reshape(B, 6, 4)"), cut, "grad_scaled")
+    check_types(text, plan.interface)
+    assert plan.with_source(text).verify().ok
+    with pytest.raises(AutoparError, match="the program is not right"):
+        check_types(edited(text, r'slice\(x, "tp", 2\)', 'slice(x, "tp", 2, 2)'), plan.interface)
+    with pytest.raises(AutoparError, match="computes another"):
+        check_types(edited(text, r"reshape\(B, 6, 4\)", "reshape(B, 6, 4) * 2"), plan.interface)
+
+
 def test_many_operands_that_may_be_several_things() -> None:
     """Breaks if what they may be together is tried in every combination: a `cat` of twenty took for ever."""
     typing = Typing(Axes(("tp",), (2,)), "")
