@@ -95,7 +95,11 @@ def fused_seconds(
 def _fuses(region: Region, node: fx.Node) -> bool:
     if node.name not in region.strategies:
         return False
-    call, rule = region.ops[node.name]
+    return fuses(*region.ops[node.name])
+
+
+def fuses(call: OpCall, rule: Rule) -> bool:
+    """Whether a compiler makes one kernel of an operator and its neighbours."""
     return rule.op_class in FUSED and not rule.alias and call.name.split(".")[1] not in OPAQUE
 
 

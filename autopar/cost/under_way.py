@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.cost.collectives import Collective, phase_collectives
 from autopar.cost.exchanges import Exchange, Ways, exchange_of
-from autopar.cost.operator_time import ways_of
+from autopar.cost.operator_time import region_seconds, ways_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.ir.rings import NO_COLLECTIVES, SEND, TAKE, is_beside, is_exchange, sends_inside, taken_at
@@ -40,20 +40,47 @@ def hidden_beside(program: Program, region: Region, phase: str, seconds: Mapping
     return walk.alone_s - walk.now
 
 
+def exchanges_hidden(program: Program, region: Region, phase: str, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Of each exchange of a phase, by its operator, the seconds in which something else runs: those of its ways for
+    which nothing waits.
+    """
+    if phase not in region.lowered or not is_beside(region.lowered[phase]):
+        return {}
+    walk = _Walk(program, region, phase, seconds)
+    return {name: max(0.0, whole_s - walk.waited[name]) for name, whole_s in walk.sent.items()}
+
+
+def step_hidden_s(program: Program) -> float:
+    """Seconds of a step's calls, on all stages, in which exchanges run beside something else."""
+    found = 0.0
+    for region in program.regions:
+        if not any(map(is_beside, region.lowered.values())):
+            continue
+        seconds = region_seconds(region, program.on_mesh)
+        hidden_s = sum(hidden_beside(program, region, phase, seconds) for phase in region.phases)
+        found += program.num_calls(region.name) * program.microbatches * hidden_s
+    return found
+
+
 def moving(program: Program, region: Region, phase: str, seconds: Mapping[str, float]) -> list[Moving]:
     """The collectives of such a phase, as its statements come."""
     return _Walk(program, region, phase, seconds).moving
 
 
 class _Walk:
-    """The phase, statement by statement. alone_s: with nothing beside anything; now: as it runs."""
+    """The phase, statement by statement. alone_s: with nothing beside anything; now: as it runs. sent, waited: seconds
+    of each exchange, by its operator, and of those in which the others wait for it.
+    """
 
     def __init__(self, program: Program, region: Region, phase: str, seconds: Mapping[str, float]) -> None:
         self.region, self.mesh, self.seconds = region, program.on_mesh, seconds
         self.alone_s = self.now = 0.0
         self.moving: list[Moving] = []
+        self.sent: dict[str, float] = {}
+        self.waited: dict[str, float] = {}
         self._free: dict[bool, float] = {}
         self._come: dict[fx.Node, float] = {}
+        self._taken: dict[fx.Node, fx.Node] = {}
         self._rows = phase_collectives(program, region, phase, 1)
         self._row_of: dict[fx.Node, Collective] = {}
         nodes = list(region.lowered[phase].graph.nodes)
@@ -67,7 +94,7 @@ class _Walk:
         if node.target == SEND and node.op == "call_method":
             self._send(node)
         elif node.target == TAKE and node.op == "call_method":
-            self.now = max(self.now, self._come[node])
+            self._wait(self._taken[node], self._come[node])
         elif is_exchange(node):
             self._exchange(node)
         elif node in self._row_of:
@@ -80,24 +107,39 @@ class _Walk:
 
     def _send(self, node: fx.Node) -> None:
         exchange = next(iter(node.users))
-        row, found, ways = self._row_of[exchange], self._way(exchange), self._ways(exchange)
-        self.now = self._on_link(row, ways.counts_s, found.counts_bytes)
-        self._come[exchange] = self._on_link(row, ways.there_s, found.away * sum(found.there))
+        self._wait(exchange, self._tell(exchange))
+        self._come[exchange] = self._go(exchange)
 
     def _exchange(self, node: fx.Node) -> None:
-        row, found, ways = self._row_of[node], self._way(node), self._ways(node)
-        if node in self._come:
-            self.now = max(self.now, self._come[node])
-        else:
-            self.now = self._on_link(row, ways.counts_s, found.counts_bytes)
-            self.now = self._on_link(row, ways.there_s, found.away * sum(found.there))
+        if node not in self._come:
+            self._wait(node, self._tell(node))
+            self._come[node] = self._go(node)
+        self._wait(node, self._come[node])
         self._compute(node)
+        row, found, ways = self._row_of[node], self._way(node), self._ways(node)
         home = self._on_link(row, ways.back_s, found.away * sum(found.back))
+        name = node.meta["operator"]
+        self.sent[name] = self.sent.get(name, 0.0) + sum(ways)
         taken = taken_at(node)
         if taken is None:
-            self.now = home
+            self._wait(node, home)
         else:
-            self._come[taken] = home
+            self._come[taken], self._taken[taken] = home, node
+
+    def _tell(self, exchange: fx.Node) -> float:
+        """When all ranks know how many rows come."""
+        return self._on_link(self._row_of[exchange], self._ways(exchange).counts_s, self._way(exchange).counts_bytes)
+
+    def _go(self, exchange: fx.Node) -> float:
+        """When tokens that leave now have come to their experts."""
+        found = self._way(exchange)
+        return self._on_link(self._row_of[exchange], self._ways(exchange).there_s, found.away * sum(found.there))
+
+    def _wait(self, exchange: fx.Node, until: float) -> None:
+        """For what an exchange sends."""
+        name, waited = exchange.meta["operator"], max(0.0, until - self.now)
+        self.waited[name] = self.waited.get(name, 0.0) + waited
+        self.now += waited
 
     def _compute(self, node: fx.Node) -> None:
         taken = self.seconds.get(node.meta.get("operator", node.name), 0.0)

@@ -55,6 +55,7 @@ from dataclasses import dataclass, field, replace
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.cost.context import has_attention, least_seconds
 from autopar.cost.memory.step import step_peak_bytes
+from autopar.cost.under_way import step_hidden_s
 from autopar.ir.program import Mode
 from autopar.passes.placement.mixtures import has_experts
 from autopar.planner.assembly import check_fits
@@ -325,9 +326,12 @@ def _family(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
 
 
 def values_s(plan: PlanRecord) -> float:
-    """Seconds of computing and of moving values; neither what parameters and gradients take, nor the update."""
+    """Seconds of computing and of moving values, but for what exchanges hide; neither what parameters and gradients
+    take, nor the update.
+    """
     moved_s = sum(row.seconds for row in plan.collectives if row.why not in OF_PARAMETERS)
-    return plan.cost.compute_s + moved_s
+    beside_s = 0.0 if plan.program is None or plan.program.pipeline is not None else step_hidden_s(plan.program)
+    return plan.cost.compute_s + moved_s - beside_s
 
 
 def _names_staged(programs: Programs, tried: Tried) -> Iterator[Attempt]:

@@ -12,7 +12,9 @@ from typing import Any
 
 from autopar.cost.exchanges import exchange_axis, exchange_of
 from autopar.cost.operator_time import exposed_seconds, operator_work
+from autopar.cost.under_way import exchanges_hidden
 from autopar.ir.choices import Choice, local_sizes
+from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.mesh import Mesh
 from autopar.operators.rules.exchange_cost import rows_at_once
@@ -24,8 +26,9 @@ BACKWARD = ("autopar.experts_grad.default", "autopar.experts_grad_bias.default")
 _WHAT = {"t": "tokens", "e": "experts", "f": "widths"}
 
 
-def experts_of(region: Region, mesh: Mesh, seconds: Mapping[str, float]) -> tuple[ExpertsView, ...]:
+def experts_of(program: Program, region: Region, seconds: Mapping[str, float]) -> tuple[ExpertsView, ...]:
     """The layers of a lowered region, in order. seconds: that its operators compute."""
+    mesh = program.on_mesh
     forward = [name for name, (call, _) in region.ops.items() if call.name == FORWARD and name in region.forward_nodes]
     backward = [name for name, (call, _) in region.ops.items() if call.name in BACKWARD][::-1]
     lines = {
@@ -33,13 +36,25 @@ def experts_of(region: Region, mesh: Mesh, seconds: Mapping[str, float]) -> tupl
         for node in region.lowered["forward"].graph.nodes
         if node.meta.get("operator") in forward
     }
+    hidden = {
+        name: each for phase in region.phases
+        for name, each in exchanges_hidden(program, region, phase, seconds).items()
+    }  # fmt: skip
     grads = backward if len(backward) == len(forward) else [""] * len(forward)
     return tuple(
-        _layer(region, mesh, seconds, name, grad, lines[name]) for name, grad in zip(forward, grads, strict=True)
+        _layer(region, mesh, seconds, hidden, name, grad, lines[name]) for name, grad in zip(forward, grads, strict=True)
     )
 
 
-def _layer(region: Region, mesh: Mesh, seconds: Mapping[str, float], name: str, grad: str, line: str) -> ExpertsView:
+def _layer(
+    region: Region,
+    mesh: Mesh,
+    seconds: Mapping[str, float],
+    hidden: Mapping[str, float],
+    name: str,
+    grad: str,
+    line: str,
+) -> ExpertsView:
     call, rule = region.ops[name]
     strategy = region.strategies[name]
     axis = exchange_axis(strategy.choices)
@@ -69,6 +84,8 @@ def _layer(region: Region, mesh: Mesh, seconds: Mapping[str, float], name: str, 
         seconds[name],
         *sent[1],
         seconds[grad] if grad else 0.0,
+        hidden.get(name, 0.0),
+        hidden.get(grad, 0.0),
     )
 
 

@@ -121,7 +121,7 @@ def _region(program: Program, region: Region, shared: Sequence[MoveView]) -> Reg
         (*_moves(program, region), *shared),
         tuple(ops),
         gradients,
-        experts_of(region, program.on_mesh, seconds),
+        experts_of(program, region, seconds),
     )
 
 

@@ -2,7 +2,8 @@
 
     plan.views.spans, or the events of the pipeline's timeline ─ hidden_shares ─► a share of 1 for each row
 
-Collectives inside a call are waited for: nothing of them is hidden. Gathers of parameters, reductions of gradients and
+Collectives inside a call are waited for: nothing of them is hidden, but what layers of experts say of their exchanges,
+which is shared by those of one region and phase. Gathers of parameters, reductions of gradients and
 sends run beside the calls; the timeline tells those apart by kind, axis, phase and region (in a pipeline by what they
 are for), so that rows that are alike in these have one share. Calls count as computing from their beginning to their
 end.
@@ -27,12 +28,26 @@ _SENDS = {"activation to the next stage": (Kind.SEND_F,), "gradient to the stage
 
 def hidden_shares(plan: PlanRecord) -> list[float | None]:
     """For each of the plan's collectives, in their order; None where the plan has no timeline that says it."""
-    if plan.pipeline is not None:
-        return _in_pipeline(plan)
+    found = _in_pipeline(plan) if plan.pipeline is not None else _in_step(plan)
+    rows = zip(plan.collectives, found, strict=True)
+    return [share if row.kind != "exchange" else _of_exchanges(plan.drawn, row) for row, share in rows]
+
+
+def _in_step(plan: PlanRecord) -> list[float | None]:
     if not plan.drawn.spans:
         return [None] * len(plan.collectives)
     shares = _of_spans(plan.drawn)
     return [shares.get(_key(plan.drawn, row)) if row.why in _MOVES else 0.0 for row in plan.collectives]
+
+
+def _of_exchanges(views: Views, row: Collective) -> float | None:
+    """Of a region's exchanges in one phase."""
+    layers = [each for region in views.regions if row.where.startswith(f"{region.name} {row.phase}:")
+              for each in region.experts if each.axis]  # fmt: skip
+    is_forward = row.phase == "forward"
+    whole_s = sum(each.forward_s if is_forward else each.backward_s for each in layers)
+    hidden_s = sum(each.forward_hidden_s if is_forward else each.backward_hidden_s for each in layers)
+    return min(1.0, hidden_s / whole_s) if whole_s else None
 
 
 Key = tuple[str, str, str, str]

@@ -65,15 +65,16 @@ def test_experts_of_mixtures_alone(open_report: Open) -> None:
         "here": 32, "tokens": 1024, "expert_rows": 256, "rows": 8192, "busiest_rows": 10240, "round_rows": 10918,
         "forward_bytes": 2**25, "forward_s": 2e-4, "forward_compute_s": 1e-3, "backward_bytes": 2**26,
         "backward_s": 3e-4, "backward_compute_s": 2e-3, "module": "model.layers.*.mlp.experts", "item": "none",
-        "calls": 20, "times": 80,
+        "calls": 20, "times": 80, "forward_hidden_s": 1e-4, "backward_hidden_s": 0.0,
     }  # fmt: skip
     tab = open_report(page({**sample.content(), "experts": [row]}), hash_="#experts")
     cells = tab.page.locator(".panel-experts tbody td").all_inner_texts()
     assert cells[0].split("\n") == ["model.layers.*.mlp.experts", "tokens and experts over dp"]
     assert cells[1] == "80" and "32 a rank" in cells[2] and cells[4] == "256"
     assert "10,240 the busiest" in cells[5] and cells[7].split("\n") == ["200 µs, 32.0 MiB", "300 µs, 64.0 MiB"]
+    assert cells[8].split("\n") == ["50%", "0%"]
     assert "1.25 times the mean" in tab.page.inner_text(".panel-experts")
-    assert "All exchanges of a step take 40.0 ms" in tab.page.inner_text(".panel-experts")
+    assert "of a step take 40.0 ms, 8.0 ms of it while something" in tab.page.inner_text(".panel-experts")
 
 
 def test_collectives_in_groups(open_report: Open) -> None:

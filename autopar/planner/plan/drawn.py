@@ -108,7 +108,7 @@ class ExpertsView:
     rank. expert_rows: tokens that choose an expert, on the average of those that come here; rows, busiest_rows: choices
     that a rank multiplies, on the average and the one that has most; round_rows: tokens that an exchange takes at once
     at most, 0 without. Bytes sent and seconds of the exchange and of the computing, in each phase; backward: 0 without
-    training.
+    training. forward_hidden_s, backward_hidden_s: of the exchange's seconds, those in which something else computes.
     """
 
     op: str
@@ -129,6 +129,8 @@ class ExpertsView:
     backward_bytes: float
     backward_s: float
     backward_compute_s: float
+    forward_hidden_s: float = 0.0
+    backward_hidden_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,12 @@ function expertWords(rows) {
   const first = "Numbers are of one rank and one call, as if every choice of experts were as likely.";
   const sending = rows.filter((row) => row.axis);
   if (!sending.length) return `${first} No tokens travel: ${rows.map((row) => row.split)[0] || "every rank has all of both"}.`;
-  const seconds = sending.reduce((sum, row) => sum + row.calls * (row.forward_s + row.backward_s), 0) * (rows[0].times / rows[0].calls);
+  const ofStep = (of) => sending.reduce((sum, row) => sum + row.times * of(row), 0);
+  const seconds = ofStep((row) => row.forward_s + row.backward_s);
+  const hidden = ofStep(hiddenOfLayer);
   const most = Math.max(...sending.map((row) => row.busiest_rows / row.rows));
   return `${first} Seconds are of the busiest rank, which is taken to get ${threeDigits(most)} times the mean; autopar.expert_imbalance measures it. `
-    + `All exchanges of a step take ${formatSeconds(seconds)}${isNumber(headline.bubble) ? ", on all stages" : ""}, beside nothing that computes.`;
+    + `All exchanges of a step take ${formatSeconds(seconds)}${isNumber(headline.bubble) ? ", on all stages" : ""}, ${hidden ? `${formatSeconds(hidden)} of it while something else computes` : "beside nothing that computes"}.`;
 }
 
 function expertColumns() {
@@ -37,6 +39,7 @@ function expertColumns() {
     { title: "Per rank", hint: "choices of experts that a rank multiplies: on the average, and the busiest one", numeric: true, value: (row) => row.rows, show: (row) => [formatRows(row.rows), small(`${formatRows(row.busiest_rows)} the busiest`)] },
     { title: "Round", hint: "tokens that a rank takes at once at most; where more come, all take several rounds", numeric: true, value: (row) => row.round_rows, show: (row) => (row.round_rows ? formatWhole(row.round_rows) : MISSING) },
     { title: "Exchange", hint: "forward, backward: seconds, and bytes that a rank sends", numeric: true, value: (row) => (row.axis ? row.forward_s + row.backward_s : 0), show: (row) => (row.axis ? [exchangeCost(row, "forward"), small(exchangeCost(row, "backward"))] : h("span", { class: "muted" }, MISSING)) },
+    { title: "Hidden", hint: "of the exchange, forward, backward: the part that lies under other work of the layer", numeric: true, value: (row) => (row.axis ? hiddenOfLayer(row) : 0), show: (row) => (row.axis ? [hiddenShareOfLayer(row, "forward"), small(hiddenShareOfLayer(row, "backward"))] : h("span", { class: "muted" }, MISSING)) },
     { title: "Computing", hint: "forward, backward", numeric: true, value: (row) => row.forward_compute_s + row.backward_compute_s, show: (row) => [formatSeconds(row.forward_compute_s), small(formatSeconds(row.backward_compute_s))] },
   ];
 }
@@ -46,6 +49,14 @@ const small = (text) => h("div", { class: "where" }, text);
 
 function exchangeCost(row, phase) {
   return `${formatSeconds(row[`${phase}_s`])}, ${formatBytes(row[`${phase}_bytes`])}`;
+}
+
+const hiddenOfLayer = (row) => (row.forward_hidden_s || 0) + (row.backward_hidden_s || 0);
+
+/** `62%` of a phase's exchange. */
+function hiddenShareOfLayer(row, phase) {
+  const seconds = row[`${phase}_s`];
+  return seconds ? formatShare((row[`${phase}_hidden_s`] || 0) / seconds, 0) : MISSING;
 }
 
 function formatRows(value) {

@@ -10,6 +10,7 @@ import torch
 
 import autopar
 from autopar.api.plan import Plan
+from autopar.cost.under_way import step_hidden_s
 from autopar.machine.hardware import Hardware
 from autopar.operators.rules.exchange_cost import ranks_of_token, rows_at_once
 from autopar.planner.plan.drawn import Views
@@ -101,3 +102,24 @@ def test_exchanges_have_their_place_in_the_step(exchanged: Plan) -> None:
     own = [each for each in exchanged.collectives if each.kind == "exchange"]
     assert sum(each.bytes_sent for each in spans) == pytest.approx(sum(each.bytes_sent for each in own))
     assert sum(each.end_s - each.start_s for each in spans) >= 0.99 * sum(each.seconds for each in own)
+
+
+def test_what_is_hidden_of_exchanges() -> None:
+    """Breaks if what runs beside an exchange is missing in the tabs of experts and of collectives, if more is hidden
+    than travels, or if that is not what the step's seconds have.
+    """
+    from tests.unit.passes.test_interleave import large, program_of
+
+    plan = large(True)
+    (row,) = rows_of(plan)
+    for phase in ("forward", "backward"):
+        assert 0.05 * row[f"{phase}_s"] < row[f"{phase}_hidden_s"] < row[f"{phase}_s"]
+        hidden = row[f"{phase}_hidden_s"] / row[f"{phase}_s"]
+        content = content_of(plan, Findings(), (), {})["collectives"]
+        assert isinstance(content, list)
+        own = [each["hidden"] for each in content if (each["kind"], each["phase"]) == ("exchange", phase)]
+        assert own == [pytest.approx(hidden)]
+    saved = row["forward_hidden_s"] + row["backward_hidden_s"]  # no compute is slower beside what travels, there
+    assert step_hidden_s(program_of(plan)) == pytest.approx(saved)
+    (plain,) = rows_of(large(False))
+    assert plain["forward_hidden_s"] == plain["backward_hidden_s"] == 0.0

@@ -1,0 +1,75 @@
+"""What an exchange may have beside it, before anything is placed: what of its time other operators can hide.
+
+Where statements come is decided once a program is lowered (passes/interleave.py), and only then what is hidden is known
+(under_way.py). A placement that counted exchanges as if they always waited would choose them too rarely. So their
+seconds are taken for what they are beside all that neither makes what they read nor reads what they make, in the same
+phase of the region, as far as it takes when every axis splits it as suits it best: it may be all hidden, and where an
+axis splits less of it, or it is hidden by one of two exchanges, the plan that comes of it is walked all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.cost.exchanges import exchange_axis
+from autopar.cost.fusion import fuses
+from autopar.cost.operator_time import ways_of
+from autopar.ir.region import NodeStrategy, Options, Region
+from autopar.machine.mesh import Mesh
+
+
+def with_work_beside(region: Region, options: Mapping[str, Options], mesh: Mesh) -> dict[str, Options]:
+    """The options of a region's operators, those that exchange with the seconds that they take beside what may run
+    there.
+    """
+    found = dict(options)
+    for node in region.graph.nodes:
+        own = options.get(node.name)
+        if own is None or not any(_exchanges(each) for each in own.strategies):
+            continue
+        beside_s = _seconds_beside(region, node, options, mesh)
+        found[node.name] = replace(
+            own,
+            seconds=tuple(
+                seconds - _hidden_s(region, node.name, each, mesh, beside_s) if _exchanges(each) else seconds
+                for each, seconds in zip(own.strategies, own.seconds, strict=True)
+            ),
+        )
+    return found
+
+
+def _exchanges(strategy: NodeStrategy) -> bool:
+    return exchange_axis(strategy.choices) is not None
+
+
+def _hidden_s(region: Region, name: str, strategy: NodeStrategy, mesh: Mesh, beside_s: float) -> float:
+    """Seconds less of the exchange, by what the others take longer beside it. Numbers of rows are waited for."""
+    ways, hardware = ways_of(*region.ops[name], strategy, mesh), mesh.hardware
+    gained = (1.0 - hardware.overlap_slowdown) * (1.0 - hardware.collective_busy)
+    return gained * min(beside_s, ways.there_s + ways.back_s)
+
+
+def _seconds_beside(region: Region, exchange: fx.Node, options: Mapping[str, Options], mesh: Mesh) -> float:
+    """Of the operators of the same phase that are independent of an exchange; but for those that a compiler fuses."""
+    forward = exchange.name in region.forward_nodes
+    tied = _reached(exchange, lambda node: node.all_input_nodes) | _reached(exchange, lambda node: node.users)
+    return sum(
+        min(options[node.name].seconds, default=0.0)
+        for node in region.graph.nodes
+        if node.name in options and node not in tied and (node.name in region.forward_nodes) == forward
+        and not (mesh.hardware.compiled and fuses(*region.ops[node.name]))
+        and not any(_exchanges(each) for each in options[node.name].strategies)
+    )  # fmt: skip
+
+
+def _reached(root: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found, waiting = set[fx.Node](), [root]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += following(node)
+    return found
