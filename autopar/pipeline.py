@@ -23,6 +23,7 @@ from torch import Tensor
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing
+from autopar.cost.beside import with_work_beside
 from autopar.cost.context import zigzag_axes
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Program
@@ -105,22 +106,7 @@ RULES: tuple[Pass, ...] = (
 )
 """In the place of `ANNOTATE` where everything is decided, by a plan for a batch of other sizes."""
 
-PLACE: tuple[Pass, ...] = (
-    Pass(
-        "place",
-        lambda program, request: place(
-            program,
-            strategies=request.placing,
-            pins=request.pins,
-            memory_limit_bytes=request.placement_limit_bytes,
-            explain=request.explain,
-            checks_limit=request.checks_limit,
-            overlap_price=request.overlap_price,
-            alike=request.alike,
-            reasons=request.placed_by is None,
-        ),
-    ),
-)
+PLACE: tuple[Pass, ...] = (Pass("place", lambda program, request: _place(program, request)),)
 """The one of them that is taken: for each limit and each price that is tried."""
 
 LOWER: tuple[Pass, ...] = (
@@ -188,6 +174,26 @@ class Phases:
     def have(self, *names: str) -> bool:
         """Whether all of these passes are among them."""
         return set(names) <= {step.name for step in (*self.trace, *self.after_trace)}
+
+
+def _place(program: Program, request: Attempt) -> Program:
+    """Afterwards operators have the options that they had before."""
+    priced = with_work_beside(program) if request.hides_exchanges else program
+    placed = place(
+        priced,
+        strategies=request.placing,
+        pins=request.pins,
+        memory_limit_bytes=request.placement_limit_bytes,
+        explain=request.explain,
+        checks_limit=request.checks_limit,
+        overlap_price=request.overlap_price,
+        alike=request.alike,
+        reasons=request.placed_by is None,
+    )
+    if not request.hides_exchanges or placed.result is None:
+        return placed
+    regions = {each.name: each.with_options(program.region(each.name).options) for each in placed.regions}
+    return placed.with_regions(regions, result=replace(placed.result, hides_exchanges=True))
 
 
 def _overlap(program: Program, request: Attempt) -> Program:

@@ -23,7 +23,6 @@ from typing import Any
 from torch import fx
 
 from autopar.base.recent import Recent
-from autopar.cost.beside import with_work_beside
 from autopar.cost.operator_time import exposed_seconds, operator_seconds
 from autopar.ir.choices import Choice, axis_choices, shardings
 from autopar.ir.classes import Classes, value_classes
@@ -106,7 +105,7 @@ def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[st
         )  # fmt: skip
         make = functools.partial(_options_of, call, rule, mesh, offered, hints, zigzags, needed)
         found[name] = known.get(key, make)
-    return with_work_beside(region, found, mesh)
+    return found
 
 
 def _options_of(

@@ -17,27 +17,34 @@ from torch import fx
 from autopar.cost.exchanges import exchange_axis
 from autopar.cost.fusion import fuses
 from autopar.cost.operator_time import ways_of
+from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
 from autopar.machine.mesh import Mesh
 
 
-def with_work_beside(region: Region, options: Mapping[str, Options], mesh: Mesh) -> dict[str, Options]:
-    """The options of a region's operators, those that exchange with the seconds that they take beside what may run
-    there.
+def with_work_beside(program: Program) -> Program:
+    """An annotated program whose operators that exchange take so much less of the time that something may run beside
+    them; itself where there is nothing of both.
     """
-    found = dict(options)
+    regions = {}
+    for region in program.regions:
+        options = _with_work_beside(region, program.on_mesh)
+        if options is not region.options:
+            regions[region.name] = region.with_options(options)
+    return program.with_regions(regions) if regions else program
+
+
+def _with_work_beside(region: Region, mesh: Mesh) -> Mapping[str, Options]:
+    found = region.options
     for node in region.graph.nodes:
-        own = options.get(node.name)
-        if own is None or not any(_exchanges(each) for each in own.strategies):
+        own = region.options.get(node.name)
+        if own is None or not any(map(_exchanges, own.strategies)):
             continue
-        beside_s = _seconds_beside(region, node, options, mesh)
-        found[node.name] = replace(
-            own,
-            seconds=tuple(
-                seconds - _hidden_s(region, node.name, each, mesh, beside_s) if _exchanges(each) else seconds
-                for each, seconds in zip(own.strategies, own.seconds, strict=True)
-            ),
-        )
+        beside_s = _seconds_beside(region, node, mesh)
+        if beside_s > 0.0:
+            hidden = [_hidden_s(region, node.name, each, mesh, beside_s) for each in own.strategies]
+            less = tuple(seconds - each for seconds, each in zip(own.seconds, hidden, strict=True))
+            found = {**found, node.name: replace(own, seconds=less)}
     return found
 
 
@@ -46,20 +53,26 @@ def _exchanges(strategy: NodeStrategy) -> bool:
 
 
 def _hidden_s(region: Region, name: str, strategy: NodeStrategy, mesh: Mesh, beside_s: float) -> float:
-    """Seconds less of the exchange, by what the others take longer beside it. Numbers of rows are waited for."""
+    """Seconds of an exchange that are saved, less what the others take longer beside it. Numbers of rows are waited
+    for.
+    """
+    if not _exchanges(strategy):
+        return 0.0
     ways, hardware = ways_of(*region.ops[name], strategy, mesh), mesh.hardware
     gained = (1.0 - hardware.overlap_slowdown) * (1.0 - hardware.collective_busy)
     return gained * min(beside_s, ways.there_s + ways.back_s)
 
 
-def _seconds_beside(region: Region, exchange: fx.Node, options: Mapping[str, Options], mesh: Mesh) -> float:
+def _seconds_beside(region: Region, exchange: fx.Node, mesh: Mesh) -> float:
     """Of the operators of the same phase that are independent of an exchange; but for those that a compiler fuses."""
+    options = region.options
     forward = exchange.name in region.forward_nodes
     tied = _reached(exchange, lambda node: node.all_input_nodes) | _reached(exchange, lambda node: node.users)
     return sum(
         min(options[node.name].seconds, default=0.0)
         for node in region.graph.nodes
-        if node.name in options and node not in tied and (node.name in region.forward_nodes) == forward
+        if node.name in options and node not in tied and not region.ops[node.name][1].alias
+        and (node.name in region.forward_nodes) == forward
         and not (mesh.hardware.compiled and fuses(*region.ops[node.name]))
         and not any(_exchanges(each) for each in options[node.name].strategies)
     )  # fmt: skip

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import fx
 
 from autopar.cost.roofline import Work
+from autopar.ir.op_call import OpCall
 from autopar.ir.region import NodeStrategy, Region
+from autopar.ir.rule import Rule
 from autopar.ir.sharding import num_pieces
 from autopar.ir.tensor_type import TensorType
 

@@ -39,7 +39,8 @@ class PlacementResult:
 
     cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded
     timeline. memory_price_s_per_byte: what one more byte would save. overlap_price: what a second of gathers and
-    reductions beside the compute counts. num_nodes, num_choices, num_edges: the size of the problem.
+    reductions beside the compute counts. hides_exchanges: whether exchanges count less what may run beside them
+    (cost/beside.py). num_nodes, num_choices, num_edges: the size of the problem.
     """
 
     cost_s: float
@@ -52,6 +53,7 @@ class PlacementResult:
     num_edges: int
     seconds: float
     overlap_price: float = 1.0
+    hides_exchanges: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def make_plan(
     if result is not None:
         solved = Solved(
             result.num_nodes, result.num_choices, result.num_edges, result.cost_s, result.bound_s, result.gap,
-            result.memory_price_s_per_byte, result.overlap_price,
+            result.memory_price_s_per_byte, result.overlap_price, result.hides_exchanges,
         )  # fmt: skip
     return PlanRecord(
         type(request.model).__name__,

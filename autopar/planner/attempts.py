@@ -19,7 +19,8 @@ request's own placement before a named strategy's, then the earlier one (`Tried.
 **`auto`**, in each mode whose computing alone takes less than the best step so far:
 
 3. with gathers and reductions next to free, as they may run beside the compute; where memory lets nothing run beside
-   it, with less memory, a few times; where much is waited for all the same, at their full price,
+   it, with less memory, a few times; where much is waited for all the same, at their full price; of mixtures again with
+   exchanges at what waits for them where all that is independent of them runs beside them,
 4. no further mode once memory costs nothing: recomputing would only add work.
 
 Then what a user could ask for by name, so that `auto` is never slower than a name; not where pins were given, which
@@ -232,6 +233,8 @@ def _auto(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[A
             continue
         explain = asked.explain and mode == modes[-1] and tried.best is None
         found = yield from _beside(replace(asked, rematerialize=mode, explain=explain), tried)
+        if found is not None and may_exchange(programs):
+            found = faster(found, (yield from _exchanging(programs, found, tried)))
         if found is None:
             logger.info("recomputing %s, nothing was found that fits", mode)
         elif prefetches(found) and not found.solved.memory_price_s_per_byte:
@@ -252,6 +255,23 @@ def _beside(attempt: Attempt, tried: Tried) -> Attempts:
     return best
 
 
+def _exchanging(programs: Programs, found: PlanRecord, tried: Tried) -> Attempts:
+    """With exchanges beside what may run there (3), the rest priced as in the best placement so far; nothing where that
+    cannot be told from what waits.
+    """
+    attempt = replace(
+        programs.asked, rematerialize=found.rematerialize, overlap_price=found.solved.overlap_price,
+        hides_exchanges=True, explain=False,
+    )  # fmt: skip
+    yield from tighter(attempt, tried)
+    return tried.last
+
+
+def may_exchange(programs: Programs) -> bool:
+    """Whether a request leaves it to the solver where tokens go to their experts."""
+    return AUTO in programs.asked.strategies and has_experts(programs.traced)
+
+
 def _auto_staged(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[Attempt]:
     """The request's own placement of a pipeline's stages (7)."""
     for mode in modes:
@@ -260,6 +280,8 @@ def _auto_staged(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Ite
         found = yield from tighter(attempt, tried)
         if found is not None:
             yield replace(attempt, overlap_price=OVERLAP_PRICE)
+            if may_exchange(programs):
+                yield replace(attempt, overlap_price=OVERLAP_PRICE, hides_exchanges=True)
         elif before is None:
             logger.info("recomputing %s, nothing was found that fits", mode)
             continue
@@ -330,7 +352,8 @@ def values_s(plan: PlanRecord) -> float:
     take, nor the update.
     """
     moved_s = sum(row.seconds for row in plan.collectives if row.why not in OF_PARAMETERS)
-    beside_s = 0.0 if plan.program is None or plan.program.pipeline is not None else step_hidden_s(plan.program)
+    exchanges = plan.program is not None and any(row.kind == "exchange" for row in plan.collectives)
+    beside_s = step_hidden_s(plan.program) if exchanges and plan.program is not None else 0.0
     return plan.cost.compute_s + moved_s - beside_s
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.cost.beside import with_work_beside
 from autopar.passes.placement.choices import objective_of
 from autopar.passes.placement.problem import build_problem
 from autopar.planner.attempts import Tried
@@ -50,7 +51,9 @@ def _as_auto(programs: Programs, tried: Tried, attempt: Attempt, best: PlanRecor
     if programs.asked.pipeline is not None:
         return _bounded(best, best.solved.objective_s, own.solved.bound_s)
     assert best.program is not None
-    problem = build_problem(programs.annotated(mode), programs.asked.strategies, (), None, own.solved.overlap_price)
+    annotated = programs.annotated(mode)
+    priced = with_work_beside(annotated) if own.solved.hides_exchanges else annotated
+    problem = build_problem(priced, programs.asked.strategies, (), None, own.solved.overlap_price)
     charged = objective_of(best.program, problem)
     more = "" if charged is None else f", which charges {_more(charged / own.solved.objective_s)} for them"
     less = 1 - best.cost.step_time_s / own.cost.step_time_s

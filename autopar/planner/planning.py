@@ -123,7 +123,13 @@ def _walked(programs: Programs, attempt: Attempt, error: DoesNotFit) -> DoesNotF
     if error.needed_bytes is None:
         return error
     try:
-        wanted = replace(attempt, overlap_price=1.0, explain=False, memory_limit_bytes=float(error.needed_bytes))
+        wanted = replace(
+            attempt,
+            overlap_price=1.0,
+            hides_exchanges=False,
+            explain=False,
+            memory_limit_bytes=float(error.needed_bytes),
+        )
         _within(programs, wanted)
     except DoesNotFit as other:
         if other.ratio is None:

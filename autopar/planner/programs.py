@@ -76,7 +76,7 @@ class Programs:
         limit = attempt.placement_limit_bytes
         key = (
             attempt.rematerialize, attempt.spread, attempt.placing, limit, attempt.checks_limit and limit is not None,
-            attempt.overlap_price, attempt.alike is not None,
+            attempt.overlap_price, attempt.hides_exchanges, attempt.alike is not None,
         )  # fmt: skip
         if key in self._placed:
             return self._placed[key], ()

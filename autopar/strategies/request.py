@@ -57,8 +57,9 @@ class Attempt(Request):
     not the request's own; the program is lowered as the request says. spread: what the program is prepared for; None:
     what the strategies need. placement_limit: the part of the memory limit that the placement gets: a pipeline's
     stages it knows only on average, and what is in flight beside the compute is not in it. checks_limit: the limit
-    decides whether the placement will do, but takes no part in it. overlap_price, alike: as of `place`. explain: work
-    out why, when nothing can be placed (costs time).
+    decides whether the placement will do, but takes no part in it. overlap_price, alike: as of `place`.
+    hides_exchanges: exchanges count what waits for them where all that may run beside them does. explain: work out why,
+    when nothing can be placed (costs time).
     captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
     attempts that are made of this one (`dataclasses.replace`) use them too.
     """
@@ -69,6 +70,7 @@ class Attempt(Request):
     placement_limit: float = 1.0
     checks_limit: bool = False
     overlap_price: float = 1.0
+    hides_exchanges: bool = False
     explain: bool = True
     alike: Program | None = field(default=None, compare=False, repr=False)
     captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)

@@ -42,7 +42,8 @@ def experts_of(program: Program, region: Region, seconds: Mapping[str, float]) -
     }  # fmt: skip
     grads = backward if len(backward) == len(forward) else [""] * len(forward)
     return tuple(
-        _layer(region, mesh, seconds, hidden, name, grad, lines[name]) for name, grad in zip(forward, grads, strict=True)
+        _layer(region, mesh, seconds, hidden, name, grad, lines[name])
+        for name, grad in zip(forward, grads, strict=True)
     )
 
 

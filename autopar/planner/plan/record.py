@@ -44,7 +44,8 @@ class RegionSummary:
 class Solved:
     """What the solver said: size of the problem, objective, proven bound, relative gap, price of memory.
 
-    overlap_price: what a second of gathers and reductions beside the compute counts in the objective.
+    overlap_price: what a second of gathers and reductions beside the compute counts in the objective. hides_exchanges:
+    whether exchanges count less what may run beside them.
     """
 
     nodes: int
@@ -55,6 +56,7 @@ class Solved:
     gap: float
     memory_price_s_per_byte: float
     overlap_price: float = 1.0
+    hides_exchanges: bool = False
 
 
 @dataclass(frozen=True, slots=True)

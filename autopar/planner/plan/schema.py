@@ -164,6 +164,7 @@ class SolvedRow(TypedDict):
     gap: MaybeInfinite
     memory_price_s_per_byte: float
     overlap_price: NotRequired[float]
+    hides_exchanges: NotRequired[bool]
 
 
 class StageDecision(TypedDict):

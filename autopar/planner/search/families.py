@@ -19,6 +19,7 @@ from autopar.ir.program import Mode, Program
 from autopar.ir.sharding import Shard, Sharding
 from autopar.machine.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.interleave import interleave
 from autopar.passes.overlap import overlap
 from autopar.passes.place import try_place
 from autopar.passes.placement.narrow import narrowed
@@ -119,7 +120,9 @@ class Families:
         return self.programs[family]
 
     def on(self, family: Family, mesh: Mesh) -> Program | None:
-        """A family's program on another mesh; None where that does not divide what its axes split."""
+        """A family's program on another mesh, exchanges beside what may run there; None where that does not divide what
+        its axes split.
+        """
         program = self.lowered(family)
         if program is None:
             return None
@@ -128,7 +131,7 @@ class Families:
         for size, axes, stripes in self.splits[family]:
             if size % (stripes * math.prod(mesh.sizes[axis] for axis in axes)):
                 return None
-        return replace(program, mesh=mesh)
+        return interleave(replace(program, mesh=mesh))
 
     def moving(self, family: Family, mesh: Mesh, data: Mapping[str, str], microbatches: int) -> Program | None:
         """A family's program as these data axes, the first of `mesh`, store its parameters: for what it moves of them.

@@ -23,6 +23,7 @@ from autopar.base.errors import AutoparError
 from autopar.ir.graphs import operands_of
 from autopar.ir.program import Program
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.interleave import interleave
 from autopar.passes.overlap import overlap
 from autopar.passes.placement.mixtures import is_experts
 from autopar.planner.inputs import bind_inputs
@@ -84,7 +85,7 @@ class TokenFamilies:
             key = tuple(({**reference, "dp": self.rows // reference.get("ep", 1)}).items())
             found = self._placed(key)
             if found is not None and _divides(self.splits[key], mesh.sizes):
-                return {phase: replace(program, mesh=mesh) for phase, program in found.items()}
+                return {phase: interleave(replace(program, mesh=mesh)) for phase, program in found.items()}
         return None
 
     def _placed(self, key: Key) -> dict[str, Program] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from autopar import pipeline
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.base.text import format_bytes
+from autopar.cost.beside import with_work_beside
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost
 from autopar.ir.collectives import COLLECTIVES
@@ -275,8 +276,9 @@ class Alternatives:
         gathered = blocked_operators(program, wanted)  # not for what is constrained alone
         excused = unsplit_weights(program, wanted, self.plan.pins, gathered)
         program, pins = self.constrained(program, sharding)
+        priced = with_work_beside(program) if self.plan.solved.hides_exchanges else program
         return place(
-            program, strategies=wanted, pins=pins, memory_limit_bytes=limit, gap=gap, explain=False,
+            priced, strategies=wanted, pins=pins, memory_limit_bytes=limit, gap=gap, explain=False,
             checks_limit=checks_limit, overlap_price=self.plan.solved.overlap_price, gathered=gathered,
             excused=excused,
         )  # fmt: skip

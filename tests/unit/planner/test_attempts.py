@@ -33,7 +33,10 @@ def plan(
     moved_s: float = 0.0,
 ) -> Any:
     """What the loop reads of a plan."""
-    rows = [SimpleNamespace(why="gather parameter", seconds=waited_s), SimpleNamespace(why="sum", seconds=moved_s)]
+    rows = [
+        SimpleNamespace(kind="all_gather", why="gather parameter", seconds=waited_s),
+        SimpleNamespace(kind="all_reduce", why="sum", seconds=moved_s),
+    ]
     return SimpleNamespace(
         cost=SimpleNamespace(
             step_time_s=step_s, peak_memory_bytes=peak, memory=SimpleNamespace(peak=peak, activations=0.0),

@@ -16,8 +16,8 @@ from torch import nn
 
 import autopar
 from autopar.base.errors import AutoparError
+from autopar.cost.under_way import step_hidden_s
 from autopar.machine.mesh import Mesh
-from autopar.passes import interleave
 from autopar.planner.search.token_search import default_batches
 from autopar.planner.search.tokens import (
     TokenCandidate,
@@ -42,10 +42,11 @@ def model_of(kind: str) -> nn.Module:
     }  # fmt: skip
     with torch.device("meta"):
         if kind == "mixture":
-            config: Any = transformers.Qwen3MoeConfig(
-                **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
-            )
-            made: Any = transformers.Qwen3MoeForCausalLM(config)
+            config: Any = transformers.Qwen2MoeConfig(
+                **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1,
+                shared_expert_intermediate_size=64,
+            )  # fmt: skip
+            made: Any = transformers.Qwen2MoeForCausalLM(config)
         else:
             made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     return made.eval().to(torch.bfloat16)  # type: ignore[no-any-return]
@@ -171,24 +172,17 @@ def test_more_ranks_than_key_heads() -> None:
 
 
 @pytest.mark.slow
-def test_experts_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks if tokens that go to their experts are estimated otherwise than a plan has them whose exchanges run beside
-    nothing, or if running beside something makes a plan slower.
+def test_experts_are_split() -> None:
+    """Breaks if tokens that go to their experts are estimated otherwise than a plan has them, or with nothing beside
+    them.
     """
     found = autopar.search(model_of("mixture"), "h100x4", generate=WANTED, batches=(4,), top=0, limits={"pp": 1})
     each = next(each for each in found.candidates if each.point.axes == {"dp": 2, "ep": 2})
-
-    def planned() -> autopar.GenerationPlan:
-        mesh = Mesh({"dp": 2, "ep": 2}, hardware="h100")
-        return autopar.plan_generation(model_of("mixture"), mesh, WANTED, strategy={"dp": "ddp", "ep": "expert"})
-
-    overlapped = planned()
-    monkeypatch.setattr(interleave, "WORTH", math.inf)
-    plan = planned()
+    mesh = Mesh({"dp": 2, "ep": 2}, hardware="h100")
+    plan = autopar.plan_generation(model_of("mixture"), mesh, WANTED, strategy={"dp": "ddp", "ep": "expert"})
     assert each.time_per_token_s == pytest.approx(plan.time_per_token_s, rel=1e-9)
     assert each.time_to_first_token_s == pytest.approx(plan.time_to_first_token_s, rel=1e-9)
-    assert overlapped.time_per_token_s <= plan.time_per_token_s
-    assert overlapped.time_to_first_token_s <= plan.time_to_first_token_s
+    assert any(step_hidden_s(phase.program) > 0 for phase in plan.phases.values() if phase.program is not None)
 
 
 @pytest.mark.parametrize(
