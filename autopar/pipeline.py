@@ -1,8 +1,8 @@
 """The way through: the ordered list of passes, and what happens between them.
 
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ name_values
-                 ─ rematerialize ─ spread_heads ─ split_keys ─ annotate ─ place ─ insert_collectives ─ interleave
-                 ─ split_stages ─ overlap ─ emit ─► Python
+                 ─ rematerialize ─ spread_heads ─ split_keys ─ read_codes ─ annotate ─ place ─ insert_collectives
+                 ─ interleave ─ split_stages ─ overlap ─ emit ─► Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
 attention reads is moved for its sake, `interleave` where tokens go to their experts. Between passes, and nowhere else,
@@ -42,6 +42,7 @@ from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
 from autopar.passes.pad import pad
 from autopar.passes.place import place
+from autopar.passes.read_codes import read_codes
 from autopar.passes.rematerialize import rematerialize
 from autopar.passes.separate import separate
 from autopar.passes.split_keys import split_keys
@@ -95,6 +96,7 @@ RECOMPUTE: tuple[Pass, ...] = (
         lambda program, request: spread_heads(program, ranks=request.prepared.heads, moves=request.prepared.moves),
     ),
     Pass("split_keys", lambda program, request: split_keys(program, pieces=request.prepared.pieces)),
+    Pass("read_codes", lambda program, request: read_codes(program, hardware=request.mesh.hardware)),
 )
 """What the backward computes again, and what attention reads: once for each mode of recomputation."""
 

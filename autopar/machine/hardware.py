@@ -20,8 +20,10 @@ OP_CLASSES = ("matmul", "convolution", "attention", "attention_backward", "eleme
 PRODUCTS = ("matmul", "convolution", "attention", "attention_backward")
 """Those that compute in narrow formats where a device has them."""
 
-FUSED_KERNELS = ("rms_norm", "rotary")
-"""What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out."""
+FUSED_KERNELS = ("rms_norm", "rotary", "stored_attention")
+"""What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out, attention of a few queries
+to keys and values that are stored as codes.
+"""
 
 
 # Peak FLOP/s are kept by hardware format; integer and boolean operators run on the fp32 units.

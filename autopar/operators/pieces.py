@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.base.codes import STORAGES
 from autopar.operators.attention_math import finite
 from autopar.operators.basic import wide_dtype
 from autopar.operators.scaled_dot_product import heads_inside
@@ -55,6 +56,8 @@ def attention_pieces(
     *,
     count: int,
     start: int = 0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention to each of `count` pieces of the keys by itself, and its log-sum-exp.
@@ -62,6 +65,7 @@ def attention_pieces(
     Args:
         q, k, v, bias, keys: as of `attention`; of T keys each piece has T / count.
         start: the number of the first piece that is here.
+        key_scales, value_scales: of codes, as of `attention`; of T keys, too.
         options: those of `attention`, without dropout and places of keys.
 
     Returns:
@@ -82,6 +86,8 @@ def attention_pieces(
             own["key_starts"] = [(start + piece) * size]
         if documents is not None:
             own["key_documents"] = documents.narrow(1, begin, size)
+        if key_scales is not None and value_scales is not None:
+            own["key_scales"], own["value_scales"] = (x.narrow(2, begin, size) for x in (key_scales, value_scales))
         mask = bias if bias is None or bias.shape[-1] == 1 else bias.narrow(-1, begin, size)
         padding = None if keys is None else keys.narrow(1, begin, size)
         out, lse = torch.ops.autopar.attention(
@@ -116,9 +122,16 @@ def pieces_merged(total: Tensor, top: Tensor, sinks: Tensor | None = None) -> Te
     return heads_inside(total[..., :-1] / weight.masked_fill(weight == 0, 1))
 
 
-def fake_attention_pieces(q: Tensor, k: Tensor, v: Tensor, *_: Any, count: int, **__: Any) -> Tensor:
+def fake_attention_pieces(
+    q: Tensor, k: Tensor, v: Tensor, *_: Any, count: int, storage: str = "", **__: Any
+) -> Tensor:  # fmt: skip
     """What `attention_pieces` gives, without values."""
-    return q.new_empty((count, *q.shape[:3], v.shape[-1] + 1), dtype=wide_dtype(q.dtype))
+    return q.new_empty((count, *q.shape[:3], numbers_in(v, storage) + 1), dtype=wide_dtype(q.dtype))
+
+
+def numbers_in(x: Tensor, storage: str) -> int:
+    """Elements of a row of x, or of the numbers whose codes it has."""
+    return x.shape[-1] * (STORAGES[storage].per_byte if storage else 1)
 
 
 def fake_pieces_merged(total: Tensor, *_: Any) -> Tensor:

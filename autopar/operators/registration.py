@@ -33,6 +33,7 @@ from autopar.operators.pieces import (
     attention_pieces,
     fake_attention_pieces,
     fake_pieces_merged,
+    numbers_in,
     pieces_merged,
     pieces_top,
     pieces_total,
@@ -55,9 +56,11 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any])
     register_fake(f"autopar::{name}", fake, lib=_LIBRARY)
 
 
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+def _fake_attention(
+    q: Tensor, k: Tensor, v: Tensor, *_: Any, storage: str = "", **__: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, heads, queries = q.shape[:3]
-    out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
+    out = q.new_empty((batch, queries, heads, numbers_in(v, storage))).transpose(1, 2)
     return out, q.new_empty((batch, heads, queries), dtype=wide_dtype(q.dtype))
 
 
@@ -204,13 +207,14 @@ _OPTIONS = (
     "Tensor[]? positions=None, int[] global_shape=[], int? group=None, int first=0, int[] query_starts=[], "
     "int[] key_starts=[], Tensor? documents=None, Tensor? key_documents=None"
 )
+_STORED = 'str storage="", Tensor? key_scales=None, Tensor? value_scales=None'
 _BACKWARD = (
     "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "
     f"Tensor? seed=None, Tensor? output=None, Tensor? lse=None, *, {_OPTIONS})"
 )
 _register(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "
-    f"Tensor? seed=None, *, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"Tensor? seed=None, *, {_OPTIONS}, {_STORED}) -> (Tensor out, Tensor lse)",
     attention,
     _fake_attention,
 )
@@ -224,7 +228,7 @@ _register(
 )
 _register(
     "attention_pieces(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, *, int count, int start=0, "
-    f"{_OPTIONS}) -> Tensor",
+    f"{_OPTIONS}, {_STORED}) -> Tensor",
     attention_pieces,
     fake_attention_pieces,
 )

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.base import environment
+from autopar.base.codes import STORAGES
 from autopar.base.torch_compat.attention import prefers_cudnn
 from autopar.operators.attention_math import attention_backward_math, attention_math, finite, per_query_head
 from autopar.operators.attention_options import AttentionOptions
@@ -43,6 +44,10 @@ def attention(
     keys: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: Tensor | None = None,
+    *,
+    storage: str = "",
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot product attention and the log-sum-exp of its scores.
@@ -54,6 +59,7 @@ def attention(
         keys: bool[B, T], which keys there are (False: padding).
         sinks: [H], a logit of each head that takes part in the softmax and reads nothing.
         seed: int64 scalar, of the dropout.
+        storage, key_scales, value_scales: where k and v are codes (`base/codes.py`), how, and [B, G, T, 1] of each.
         options: `AttentionOptions`; `scale` has no default.
 
     Returns:
@@ -63,6 +69,7 @@ def attention(
     Raises:
         ValueError: heads that do not fit together; dropout without a seed.
     """
+    k, v = numbers_of(k, storage, key_scales), numbers_of(v, storage, value_scales)
     said, _, k, v = _read(q, k, v, seed, options)
     q, k, v = rows_whole(q), rows_whole(k), rows_whole(v)
     causal = is_plainly_causal(said)
@@ -172,6 +179,19 @@ def attention_backward_bias(
     over = [dim for dim, size in enumerate(bias.shape) if size == 1 and scores_grad.shape[dim] > 1]
     dbias = (scores_grad.sum(over, keepdim=True) if over else scores_grad).to(bias.dtype)
     return *_laid_out(dq, dk, dv, heads, k.shape[1]), dbias
+
+
+def numbers_of(x: Tensor, storage: str, scales: Tensor | None) -> Tensor:
+    """Keys or values as numbers, of what is stored: themselves where nothing is said of a storage.
+
+    Raises:
+        ValueError: codes without scales.
+    """
+    if not storage:
+        return x
+    if scales is None:
+        raise ValueError(f"keys and values that are stored as {storage} come with scales")
+    return STORAGES[storage].decode(x, scales)
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,8 @@ class _Names:
         is_forward = "backward" not in str(node.target)
         operands = operands_of(node)[: 3 if is_forward else 4]
         q = operands[-3]
+        if node.kwargs.get("storage"):
+            operands = operands[:1]  # of codes a row may have other elements than a head
         picked = (0,) if is_forward else (0, 1, 2)
         picks = [user for user in node.users if user.target is operator.getitem and user.args[1] in picked]
         for value in [*operands, *picks]:

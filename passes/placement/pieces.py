@@ -49,7 +49,8 @@ def lengths_in_pieces(program: Program, classes: Classes) -> dict[Key, int]:
 def _in_pieces(region: Region) -> Iterator[tuple[fx.Node, int]]:
     for node in region.graph.nodes:
         if factor_of_pieces(node) == "p":
-            yield from ((each, _KEYS) for each in operands_of(node)[1:3])
+            scales = [node.kwargs[name] for name in ("key_scales", "value_scales") if node.kwargs.get(name) is not None]
+            yield from ((each, _KEYS) for each in (*operands_of(node)[1:3], *scales))
         elif factor_of_pieces(node) is not None:
             dim = node.args[1]
             assert isinstance(dim, int)

@@ -27,10 +27,17 @@ def register_attention(library: Library, device: str) -> None:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, keys: Tensor | None = None,
-    sinks: Tensor | None = None, seed: Tensor | None = None, **options: Any,
+    sinks: Tensor | None = None, seed: Tensor | None = None, *, storage: str = "", key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `autopar.operators.attention`."""
     said = AttentionOptions(**options)
+    if storage and key_scales is not None and value_scales is not None:
+        codes = decode_launch.Codes(storage, key_scales, value_scales)
+        # Whatever takes plain calls: any other kernel would have all keys written out as numbers first.
+        if environment.attention_backend() != "sdpa" and decode_launch.unfit(q, k, v, said, codes) is None:
+            return decode_launch.decode_attention(q, k, v, bias, keys, sinks, options=said, codes=codes)
+    k, v = reference.numbers_of(k, storage, key_scales), reference.numbers_of(v, storage, value_scales)
     if takes_kernels(q, k, v, bias, keys, sinks, said):
         if decode_launch.unfit(q, k, v, said) is None:
             return decode_launch.decode_attention(q, k, v, bias, keys, sinks, options=said)

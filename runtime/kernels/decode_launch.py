@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autopar.base.codes import STORAGES
 from autopar.base.errors import AutoparError
+from autopar.cost.local_work import FEW_QUERIES
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.key_heads import KeyHeads
 from autopar.operators.scaled_dot_product import rows_whole
@@ -32,8 +33,6 @@ from autopar.runtime.kernels.attention_problem import (
 from autopar.runtime.kernels.compile_spec import CompileSpec
 from autopar.runtime.kernels.launch import capability, ceil_div, is_interpreted, launch, next_block
 
-MAX_QUERIES = 16
-"""A token, or the drafts of one: the cost model's `FEW_QUERIES`."""
 MAX_ROWS = 64
 """Rows of one program: more heads that read one key head (`group · S`) are several programs."""
 _KINDS = {"": kernels.PLAIN, "int8": kernels.INT8, "fp8": kernels.FP8, "int4": kernels.INT4}
@@ -63,25 +62,26 @@ class Codes:
 
 
 def unfit(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, storage: str = "", scales: tuple[Tensor, ...] = ()
-) -> str | None:
-    """Why these kernels cannot compute this call; None where they can. storage, scales: of keys and values."""
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, codes: Codes | None = None
+) -> str | None:  # fmt: skip
+    """Why these kernels cannot compute this call; None where they can."""
     queries, keys = q.shape[2], k.shape[2]
-    stored = STORAGES[storage].dtype if storage else q.dtype
-    per_byte = STORAGES[storage].per_byte if storage else 1
+    storage = codes.storage if codes else ""
+    kind = STORAGES[storage] if storage else None
+    stored, per_byte = (kind.dtype, kind.per_byte) if kind else (q.dtype, 1)
     if q.dtype not in DTYPES:
         return f"{q.dtype} is none of float16, bfloat16, float32"
     if not k.dtype == v.dtype == stored:
         return f"keys and values are {k.dtype} and {v.dtype}, not {stored}"
-    if q.numel() == 0 or queries > MAX_QUERIES:
-        return f"{queries} queries are not from 1 to {MAX_QUERIES}"
+    if q.numel() == 0 or queries > FEW_QUERIES:
+        return f"{queries} queries are not from 1 to {FEW_QUERIES}"
     if keys == 0:
         return "there are no keys"
     if max(q.shape[-1], v.shape[-1] * per_byte) > MAX_HEAD_SIZE or v.shape[-1] == 0:
         return f"head sizes of {q.shape[-1]} and {v.shape[-1] * per_byte} are not from 1 to {MAX_HEAD_SIZE}"
     if k.shape[-1] * per_byte != q.shape[-1]:
         return f"keys of {k.shape[-1] * per_byte} elements are not the queries' {q.shape[-1]}"
-    if any(scale.shape[-1] != 1 for scale in scales):
+    if codes is not None and not codes.key_scales.shape[-1] == codes.value_scales.shape[-1] == 1:
         return "scales are not one of a head and token"
     if not (options.scale > 0 and math.isfinite(options.scale)):
         return f"the scale {options.scale} is not positive"
@@ -115,7 +115,7 @@ def decode_attention(
     """
     storage = codes.storage if codes else ""
     scales = (codes.key_scales, codes.value_scales) if codes else ()
-    reason = unfit(q, k, v, options, storage, scales)
+    reason = unfit(q, k, v, options, codes)
     if reason:
         raise AutoparError("The kernels for a few queries cannot compute this call", values=reason,
                            remedy="Call autopar.operators.attention, which takes any")  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.base.codes import STORAGES
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule
 from autopar.operators.rules.attention_cost import seen_pairs, window_of
@@ -50,6 +51,17 @@ def _documents(call: OpCall, keys: str = "t") -> str:
     return "".join(f", {dims}" for name, dims in given if call.operand_of(name) is not None)
 
 
+def _stored(call: OpCall, kv_heads: str, keys: str = "t") -> tuple[str, str, str]:
+    """What the last dims of keys and values walk, and the operands that are their scales, where they are codes. A byte
+    that holds two codes has one of either half of a head: it walks neither.
+    """
+    storage = call.arg("storage")
+    if not storage:
+        return "d", "e", ""
+    sizes = ("d", "e") if STORAGES[storage].per_byte == 1 else ("x", "y")
+    return (*sizes, f", b {kv_heads} {keys} 1" * 2)
+
+
 def _places(call: OpCall, q: int) -> dict[str, Any]:
     """Queries are split at their places: what they see, and what is dropped, depends on these."""
     fields: dict[str, Any] = {"starts_args": ((call.path("query_starts"), "s"),)}
@@ -63,8 +75,12 @@ def _attention(call: OpCall) -> Rule:
     """Queries may be split; keys are whole, or go round."""
     heads, kv_heads = _heads(call, 0, 1)
     joint, fields = _group(call, heads)
-    operands = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{_masks(call, heads)}{_documents(call)}"
-    text = f"{operands} -> b {heads} s e, b {heads} s | t !, d !{joint}, s ring t 1 2"
+    key, value, scales = _stored(call, kv_heads)
+    kv = f"b {kv_heads} t {key}, b {kv_heads} t {value}"
+    operands = f"b {heads} s d, {kv}{_masks(call, heads)}{_documents(call)}{scales}"
+    marks = ", x !, y !, e !" if key == "x" else ""
+    ring = ", s !" if scales else ", s ring t 1 2"  # codes are read for a few queries, which stay together
+    text = f"{operands} -> b {heads} s e, b {heads} s | t !, d !{marks}{joint}{ring}"
     return bind(call, text, op_class="attention", flops=attention_flops(call, 0), **fields, **_places(call, 0))
 
 
@@ -94,9 +110,11 @@ def _attention_pieces(call: OpCall) -> Rule:
     """Each piece of the keys by itself: `p` of them, which may lie anywhere."""
     heads, kv_heads = _heads(call, 0, 1)
     joint, fields = _group(call, heads)
-    kv = f"b {kv_heads} (p c) d, b {kv_heads} (p c) e"
-    operands = f"b {heads} s d, {kv}{_masks(call, heads, '(p c)')}{_documents(call, '(p c)')}"
-    text = f"{operands} -> p b {heads} s f | p={call.arg('count')}, c !, d !, e !, f !{joint}"
+    key, value, scales = _stored(call, kv_heads, "(p c)")
+    kv = f"b {kv_heads} (p c) {key}, b {kv_heads} (p c) {value}"
+    operands = f"b {heads} s d, {kv}{_masks(call, heads, '(p c)')}{_documents(call, '(p c)')}{scales}"
+    marks = ", x !" if key == "x" else ""
+    text = f"{operands} -> p b {heads} s f | p={call.arg('count')}, c !, d !, {value} !, f !{marks}{joint}"
     fields["size_args"] = (*fields.get("size_args", ()), (call.path("count"), "p"))
     fields["offset_args"] = (*fields.get("offset_args", ()), (call.path("start"), "p"))
     return bind(call, text, op_class="attention", flops=attention_flops(call, 0), **fields, **_places(call, 0))
@@ -146,4 +164,5 @@ def attention_flops(call: OpCall, first: int) -> float:
     (batch, heads, queries, size), keys, value = (call.operands[first + i].shape for i in range(3))
     start = np.zeros(1, dtype=np.int64)
     pairs = seen_pairs(start, queries, start, keys[2], window_of(call))
-    return 2.0 * batch * heads * float(pairs.sum()) * (size + value[3])
+    value_size = value[3] * (STORAGES[call.arg("storage")].per_byte if call.arg("storage") else 1)
+    return 2.0 * batch * heads * float(pairs.sum()) * (size + value_size)

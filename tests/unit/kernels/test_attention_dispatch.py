@@ -15,11 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.base import environment
+from autopar.base.codes import STORAGES
 from autopar.base.errors import AutoparError
 from autopar.operators import scaled_dot_product
 from autopar.operators.attention_options import AttentionOptions
 from tests.unit.kernels.attention_cases import Case
-from tests.unit.kernels.interpreted import load
+from tests.unit.kernels.interpreted import assert_near, load
 
 PLAIN = AttentionOptions(scale=0.3, right=0)
 
@@ -61,6 +62,27 @@ def test_a_few_queries_have_kernels_of_their_own(
     tensors = {name: x for name, x in Case(S=queries, T=40).tensors().items() if name in ("q", "k", "v")}
     module.attention(**tensors, scale=0.3, **options)
     assert called == [few]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "sdpa"])
+@pytest.mark.parametrize("queries", [1, 17])
+def test_codes_are_numbers_wherever_they_go(queries: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if codes go to a kernel that takes them for numbers, or a token's keys are written out before it."""
+    monkeypatch.setenv("AUTOPAR_ATTENTION", backend)
+    module, called = load("attention_dispatch"), []
+    kernel = module.decode_launch.decode_attention
+    monkeypatch.setattr(
+        module.decode_launch, "decode_attention", lambda *given, **said: called.append(said) or kernel(*given, **said)
+    )
+    tensors = {name: x for name, x in Case(S=queries, T=40).tensors().items() if name in ("q", "k", "v")}
+    (k, key_scales), (v, value_scales) = (STORAGES["int4"].encode(tensors[name]) for name in ("k", "v"))
+    said = {"scale": 0.3, "storage": "int4", "key_scales": key_scales, "value_scales": value_scales}
+    out, lse = module.attention(tensors["q"], k, v, **said)
+    wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in said.items()}
+    want, want_lse = scaled_dot_product.attention(tensors["q"].double(), k, v, **wide)
+    assert_near(out, want)
+    assert_near(lse, want_lse)
+    assert len(called) == (queries == 1 and backend != "sdpa")
 
 
 def test_what_kernels_cannot_do_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,19 @@ def test_what_is_hidden_from_all_is_not_read() -> None:
         assert_equal(computed(tensors, case), want)
 
 
+def test_keys_that_one_query_alone_sees_are_read() -> None:
+    """Breaks if what is hidden from the first query, or from one head's, is left out for all of them."""
+    case = replace(TOKEN, S=3, bias=(2, 1, 3, 90), bias_bool=True)
+    tensors = case.tensors()
+    assert tensors["bias"] is not None
+    tensors["bias"][:, :, 0, :50], tensors["bias"][:, :, 2, 30:] = False, False
+    assert_equal(computed(tensors, case), wanted(tensors, case))
+    apart = tensors["bias"].expand(2, 6, 3, 90).clone()
+    apart[:, 0, :, :70], apart[:, 5, :, 20:] = False, False
+    tensors["bias"] = apart
+    assert_equal(computed(tensors, case), wanted(tensors, case))
+
+
 @pytest.mark.parametrize("cuts", mostly_slow([1, 2, 4, 64], 2))
 def test_any_number_of_cuts(cuts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a cut without keys counts, or a key falls between two."""

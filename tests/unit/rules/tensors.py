@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar import operators as ops
+from autopar.base.codes import STORAGES
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -84,6 +85,23 @@ PIECES = [
     (Q, K8, V8, {"scale": 0.3, "count": 4}), (Q, K8, V8, MASK8, {"scale": 0.3, "group": 2, "count": 4}),
     (Q, K8, V8, r(1, 4, 6, 1), KEYS8, {"scale": 0.3, "count": 4, "left": 2, "right": 1, "softcap": 5.0}),
     (Q6, r(2, 3, 8, 8), r(2, 3, 8, 8), r(1, 6, 6, 8), {"scale": 0.3, "group": 2, "count": 8, "documents": i(2, 2, 6), "key_documents": i(2, 2, 8)}),
+]  # fmt: skip
+
+
+def coded(storage: str, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Any, ...]:
+    """A call of attention to keys and values that are stored so, from that to them as numbers."""
+    (keys, key_scales), (values, value_scales) = (STORAGES[storage].encode(x) for x in (k, v))
+    *masks, said = others
+    return q, keys, values, *masks, {**said, "storage": storage, "key_scales": key_scales, "value_scales": value_scales}
+
+
+CODED = [
+    coded("int8", Q, K, V, PLAIN), coded("fp8", Q, K2, V2, r(1, 4, 6, 10), KEYS, SINKS, GROUPED),
+    coded("int4", Q6, K3, V3, GROUPED), coded("int4", Q, K, V, None, KEYS, CAUSAL),
+]  # fmt: skip
+CODED_PIECES = [
+    coded("int8", Q, K8, V8, MASK8, {"scale": 0.3, "group": 2, "count": 4}),
+    coded("int4", Q, K8, V8, None, KEYS8, {"scale": 0.3, "count": 2, "left": 2, "right": 1}),
 ]  # fmt: skip
 BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]
 LABELS = i(8, 4, 6)
