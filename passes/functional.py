@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect, bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -81,17 +82,17 @@ def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Col
                 return False
             places.setdefault(held, []).append(order[node])
     written = set(writes)
-    placeholders = [node for node in order if node.op == "placeholder"]
+    lying: Counter[int] = Counter(
+        place for node in order if node.op == "placeholder" for place in _storages(node.meta.get("val"))
+    )
     for held, when in places.items():
         same = [held, *(node for node in writes if not _is_batch_norm(node) and _holder(node) is held)]
         for reader in {user for node in same for user in node.users} - written:
             # What lies between: `when` is sorted.
             if _may_alias(reader) and bisect(when, order[reader]) < bisect_left(when, _last_read(reader, order)):
                 return False
-        if held.op == "placeholder" and any(
-            _shared(held.meta["val"], other) for other in placeholders if other is not held
-        ):
-            return False
+        if held.op == "placeholder" and any(lying[place] > 1 for place in _storages(held.meta["val"])):
+            return False  # another one lies there, too
     return True
 
 
@@ -172,6 +173,12 @@ def _last_read(node: fx.Node, order: Mapping[fx.Node, int]) -> int:
 def _shared(value: Tensor, node: fx.Node) -> bool:
     others = compat.tree_flatten(node.meta.get("val"))[0]
     return any(isinstance(other, Tensor) and compat.shares_storage(value, other) for other in others)
+
+
+def _storages(value: Any) -> set[int]:
+    """Where the tensors of a value lie."""
+    found = {compat.storage_id(each) for each in compat.tree_flatten(value)[0] if isinstance(each, Tensor)}
+    return {each for each in found if each is not None}
 
 
 def _replace(node: fx.Node, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,3 +20,32 @@ def without_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+_LOCK = threading.Lock()
+_inside = 0
+
+
+@contextmanager
+def older_spared() -> Iterator[None]:
+    """Inside, or in a function that it decorates, garbage is searched for among what is made meanwhile: who has loaded
+    torch and transformers has a million objects, and walking them again and again took a seventh of planning.
+
+    What becomes garbage of what was there is let go after it. Where somebody has called `gc.freeze()`, nothing is done:
+    undoing it would undo theirs.
+    """
+    global _inside
+    with _LOCK:
+        froze = _inside > 0 or not gc.get_freeze_count()
+        if froze:
+            _inside += 1
+            if _inside == 1:
+                gc.freeze()
+    try:
+        yield
+    finally:
+        if froze:
+            with _LOCK:
+                _inside -= 1
+                if not _inside:
+                    gc.unfreeze()

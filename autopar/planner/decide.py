@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.base.errors import AutoparError
+from autopar.base.garbage import older_spared
 from autopar.base.huggingface import experts
 from autopar.base.huggingface.caches import states_among
 from autopar.base.stored_weights import check_not_trained
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@older_spared()
 def decide(
     model: nn.Module,
     mesh: Mesh | DeviceMesh,

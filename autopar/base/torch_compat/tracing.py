@@ -63,6 +63,14 @@ def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 
+def storage_id(value: torch.Tensor) -> int | None:
+    """A number of the memory that a tensor lies in, of meta too: two that have the same share it (`shares_storage`).
+    None where it has none, as sparse ones.
+    """
+    held = torch._C._has_storage(value)
+    return int(value.untyped_storage()._cdata) if held else None
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode whose tensors have a shape and a dtype, no data, and say that they are on the CPU, for `torch.export`.
 

@@ -117,6 +117,28 @@ def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor])
     assert kinds == ["BUFFER_MUTATION"] * {_counted: 5, _in_parts: 1}.get(how, 0) + ["USER_OUTPUT"]
 
 
+class Overlapping(nn.Module):
+    """Counts in a buffer of which another one is a piece."""
+
+    whole: Tensor
+    part: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.whole.add_(1)
+        return x * self.part.sum()
+
+
+def test_buffers_in_one_memory_are_left_to_torch() -> None:
+    """Breaks if one of them is read as it was before the other one was written."""
+    exported = torch.export.export(Overlapping(), (torch.randn(4),), strict=False)
+    assert not make_functional(exported)
+
+
 class Coded(nn.Module):
     """Keeps an average in a buffer that has the name of what torch keeps a graph's text in."""
 
