@@ -22,6 +22,7 @@ from autopar.ir.uneven import block_shape, is_uneven
 from autopar.ir.values import ValueRef
 from autopar.machine.mesh import Mesh
 from autopar.passes.emission.backward import StepWriter
+from autopar.passes.emission.exchanged import exchanged_experts
 from autopar.passes.emission.functions import Places, region_functions
 from autopar.passes.emission.literals import escaped
 from autopar.passes.emission.parameters import Names, unshard_function
@@ -141,6 +142,7 @@ def interface_of(program: Program) -> ProgramInterface:
     return ProgramInterface(
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
         program.microbatches, updates, pipeline_interface(program), program.by_value, program.granted,
+        experts=exchanged_experts(program),
     )  # fmt: skip
 
 

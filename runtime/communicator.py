@@ -24,7 +24,8 @@ class Communicator:
     log: None, or a list to which every collective over an axis of more than one rank is appended; one for all views
     (`within`). where: free text, set by the generated program, that events and errors carry. timeout_s: the longest
     that a wait for another rank takes (seconds). recorder: None, or who writes down when everything ran. streams: the
-    device's, None where it has none. trail: of this rank, for all views.
+    device's, None where it has none. trail: of this rank, for all views. experts: layers whose experts may move, by the
+    call that has them (runtime/expert_layers.py).
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Communicator:
         self.timeout_s = 1800.0
         self.recorder: Notes | None = None
         self.trail = Trail()
+        self.experts: dict[str, Any] = {}
         self._journal: list[list[Event] | None] = [None]
         self._sides: dict[str, Side] = {}
         self._views: dict[tuple[str, ...], Any] = {}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,9 @@ from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.edits import Edits
 from autopar.runtime.executable import Executable
+from autopar.runtime.expert_layers import check_same_layers, mark_layers
 from autopar.runtime.first_time import FirstTimes
+from autopar.runtime.freed_memory import keep_freed_memory
 from autopar.runtime.granted import Granted
 from autopar.runtime.holders import Absent, held_by, holders, remove
 from autopar.runtime.hooks import Hooks
@@ -56,6 +59,7 @@ from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_
 
 logger = logging.getLogger("autopar")
 
+_NUMBERS = count()
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Executable]
 
 
@@ -84,6 +88,7 @@ class Engine:
     lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
     background: the checkpoint that is being written while training goes on.
+    number: of those made before.
     watch: None, or who looks at its steps. planned_forward: what stood in place of the class's forward at compile.
     """
 
@@ -95,6 +100,7 @@ class Engine:
         prepare_for: Callable[[nn.Module], Prepare] | None = None,
     ) -> None:
         self.model, self.device_mesh, self.prepare, self.prepare_for = model, device_mesh, prepare, prepare_for
+        self.number = next(_NUMBERS)
         self.comm = self.inner = ProcessGroupComm(device_mesh)
         self.agreement = Agreement(self.comm)
         self.granted = Granted()
@@ -122,7 +128,7 @@ class Engine:
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
         if self.comm.device.type == "cpu":
-            _keep_freed_memory()
+            keep_freed_memory()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward on the user's inputs; the model's own kind of output.
@@ -324,6 +330,7 @@ class Engine:
         """
         if self.interface is not None:
             check_same_storage(interface, self.interface, self.comm.axes)
+            check_same_layers(self.inner, interface)
             return
         check_same_mesh(interface, self.comm.axes, self.comm.sizes)
         found = parameters_before(self.model, interface.parameters)
@@ -344,6 +351,7 @@ class Engine:
         for entry in here:
             self._cut(found[entry.name], entry)
         self.agreement.writes = Edits.of(self.model, interface, here)
+        mark_layers(self.inner, interface, {entry.name: found[entry.name] for entry in here})
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -486,15 +494,3 @@ def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:
     raise AutoparError(
         "train_step cannot tell which of the program's outputs is the loss", remedy="plan with one microbatch"
     )
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc's malloc keep up to 64 MiB of what a step frees for the next one; elsewhere without effect.
-
-    It gives free memory at the end of the heap back to the system beyond twice the largest block that it was ever
-    given back, of at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD). A step whose largest tensor is smaller returns its
-    memory and takes it again all the time: 18,000 page faults, a tenth of the CPU time of a Llama of 13 million
-    parameters. So it is given such a block once, which no page of is ever touched. Who sets MALLOC_TRIM_THRESHOLD_ or
-    MALLOC_MMAP_THRESHOLD_ keeps what was set.
-    """
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)

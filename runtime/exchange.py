@@ -9,6 +9,8 @@ rounds, so that memory has a bound whatever the router does.
 The gradient goes the same way: with a token goes its gradient, and the token's and its weights' gradients come back.
 Those of the experts' parameters are complete where these are: nothing is summed over the axis.
 
+Experts may lie in other slots than their numbers say (`expert_layers.py`): tokens choose slots, then.
+
 A program may let the first round's tokens leave before it is at the experts (`Sent`), and go on while the last round's
 rows come home (`Coming`): what it does meanwhile reads neither.
 
@@ -28,6 +30,7 @@ from autopar.base.errors import AutoparError
 from autopar.operators.basic import wide_dtype
 from autopar.operators.rules.exchange_cost import ranks_of_token, rounds_of, rows_at_once
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.expert_layers import layer_at
 
 _operators = torch.ops.autopar
 Wait = Callable[[], Tensor]
@@ -194,7 +197,10 @@ def rounds(comm: Communicator, axis: str, indices_TK: Tensor, num_experts: int) 
 
 def send_tokens(comm: Communicator, axis: str, tensors: Sequence[Tensor], experts: int) -> Sent | None:
     """See `MeshComm.send_tokens`. tensors: x, indices, weights, with the gradient in front of them."""
-    return Sent(comm, axis, tensors, experts) if comm.size(axis) > 1 else None
+    if comm.size(axis) == 1:
+        return None
+    *values, indices, weights = tensors
+    return Sent(comm, axis, (*values, _slots(comm, indices), weights), experts)
 
 
 def exchange_experts(
@@ -204,11 +210,15 @@ def exchange_experts(
     """See `MeshComm.exchange_experts`. tensors: x, indices, weights, first, second, bias."""
     x, indices, weights, first, second, *rest = tensors
     assert x is not None and indices is not None and weights is not None and first is not None
+    layer, is_forward = layer_at(comm)
+    if layer is not None and is_forward:
+        layer.count(indices)
     if comm.size(axis) == 1:
         made: Tensor = _operators.experts(*tensors, **options)
         return Coming([made], [made.dtype]) if later else made
     options = options | {"start": options.get("start", 0) + comm.index(axis) * first.shape[0]}
     coming = Coming([torch.zeros(x.shape, dtype=wide_dtype(x.dtype), device=x.device)], [x.dtype])
+    indices = _slots(comm, indices)
     for part, here, routing in _here(comm, axis, (x,), indices, weights, first.shape[0], sent):
         made = _operators.experts(here, *routing, first, second, *rest, **options)
         del here, routing
@@ -230,7 +240,7 @@ def exchange_experts_grad(
         first_results = [Coming([dx, dweights], [dx.dtype, dweights.dtype])] if later else [dx, dweights]
         return (*first_results, *of_parameters)
     options = options | {"start": options.get("start", 0) + comm.index(axis) * first.shape[0]}
-    of_parameters = list[Tensor]()
+    indices, of_parameters = _slots(comm, indices), list[Tensor]()
     dx = torch.zeros(x.shape, dtype=wide_dtype(x.dtype), device=x.device)
     dweights = torch.zeros_like(weights)
     coming = Coming([dx, dweights], [x.dtype, weights.dtype])
@@ -243,6 +253,12 @@ def exchange_experts_grad(
         of_parameters = of_parameters or list(found[2:])
         del found
     return (coming, *of_parameters) if later else (*coming.take(), *of_parameters)
+
+
+def _slots(comm: Communicator, indices: Tensor) -> Tensor:
+    """Where the experts lie that the tokens chose."""
+    layer, _ = layer_at(comm)
+    return indices if layer is None else layer.numbers(indices)
 
 
 def _here(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -12,12 +12,32 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autopar.base.errors import AutoparError
 from autopar.runtime import state
 from autopar.runtime.engine import Engine
+from autopar.runtime.expert_layers import is_placed
+from autopar.runtime.known import ENGINES, is_new
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
 from autopar.runtime.optimizers import check_optimizer, gathers, held_by, is_elementwise
+from autopar.runtime.place_experts import bring_home
 from autopar.runtime.whole_update import on_whole_tensors
 
-ENGINES: WeakSet[Engine] = WeakSet()
-"""Of all compiled models, for optimizers to be told of."""
+
+def _follow_experts(optimizer: Optimizer, engine: Engine) -> None:
+    """States that are loaded have the model's order: experts that lie otherwise go home before."""
+    if is_placed(engine.inner):
+        if optimizer.state:  # loaded before its first step
+            bring_home(engine, optimizer)
+        elif not is_elementwise(optimizer) and gathers(optimizer) is None:
+            raise AutoparError(
+                f"{type(optimizer).__name__} is not known to treat each element by itself, and experts are placed",
+                remedy="Use an elementwise optimizer such as AdamW, or call compiled.experts_home() first",
+            )
+    known = ref(engine)
+
+    def before_load(_: Optimizer, __: Any) -> None:
+        held = known()
+        if held is not None:
+            bring_home(held)
+
+    optimizer.register_load_state_dict_pre_hook(before_load)
 
 
 @cache
@@ -47,11 +67,14 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         )
     check_optimizer(optimizer)
     trained = {id(parameter) for parameter in held_by(optimizer)}
+    is_first = is_new(optimizer)
     for engine in ENGINES:
         if not trained.isdisjoint(engine.parameter_ids):
             engine.granted.settle()
             engine.agreement.note(optimizer)
-            state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
+            if is_first:
+                _follow_experts(optimizer, engine)
+            state.show_optimizer_whole(optimizer, engine.inner)
             state.cut_states(optimizer, engine.inner, engine.parameter_ids)
     asked = [e.watch for e in ENGINES if e.watch is not None and not trained.isdisjoint(e.trained_ids())]
     for watch in sorted(asked, key=lambda watch: watch.number):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
@@ -34,10 +33,11 @@ from autopar.runtime.checkpoint.loading import Loaded, tuple_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare
-from autopar.runtime.guard import ENGINES, guard_optimizers
-from autopar.runtime.hooks import for_pieces, keep_hooks
-from autopar.runtime.placements import as_parameter
+from autopar.runtime.guard import guard_optimizers
+from autopar.runtime.known import ENGINES
+from autopar.runtime.place_experts import PlacesExperts
 from autopar.runtime.refused import check_has_logits
+from autopar.runtime.replaced import replace_parameters
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.serving.serve import Asked, Served, serve
 from autopar.runtime.uncompiled import uncompiled
@@ -46,7 +46,7 @@ from autopar.runtime.writes import take_writes
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class CompiledModule(nn.Module):
+class CompiledModule(PlacesExperts, nn.Module):
     """What `autopar.compile` adds to the model's class. `autopar` is the engine, `plan` is set by the caller.
 
     With a pipeline, a rank has the parameters of its own stages, and those that no stage uses: the others are None, and
@@ -151,11 +151,13 @@ class CompiledModule(nn.Module):
     def init_weights(self, seed: int = 0) -> None:
         """The model's own initialization, the same for a seed whatever the mesh, one submodule in memory at a time."""
         engine = self.autopar
+        self.experts_home()
         engine.when_placed(lambda: weights.init_weights(self, engine.inner, seed, absent=engine.absent))
 
     def load_pretrained(self, path: str | Path) -> None:
         """Read each rank's pieces from safetensors; buffers that are not stored are computed."""
         engine = self.autopar
+        self.experts_home()
 
         def load() -> None:
             elsewhere = [absent.names for absent in engine.absent]
@@ -253,6 +255,7 @@ class CompiledModule(nn.Module):
                 (named), after which the model's values are of neither.
         """
         optimizers, schedulers = tuple_of(optimizer), tuple_of(scheduler)
+        self.experts_home()
         with self.autopar.comm.trail.doing("loads"):
             return loading.load(self, self.autopar, Path(folder), step, optimizers, schedulers, loader)
 
@@ -264,13 +267,14 @@ class CompiledModule(nn.Module):
         found = super().state_dict(*args, **kwargs)
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         if not keep_vars:
-            state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.comm.timeout_s)
+            state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.inner)
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Whole tensors are taken, too: the same on every rank, which keeps its pieces. torch calls it for each module
         of a tree, this one before its children.
         """
+        self.experts_home()
         state.take_whole(self, self.autopar, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -378,7 +382,7 @@ def take_over(
     read_reduced_numbers()
     take_writes()
     leave_to_eager(SeenWhole, Term)
-    _replace_parameters(model, device_mesh)
+    replace_parameters(model, device_mesh)
     original: Any = type(model)
     model.__class__ = _compiled_class(original)
     engine = Engine(model, device_mesh, prepare, prepare_for)
@@ -475,23 +479,3 @@ def _of_a_copy(name: str) -> Callable[..., Any]:
 
     on_copy.__name__ = name
     return on_copy
-
-
-def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """Parameter(DTensor), replicated, for every parameter; one object for all places of a tied one."""
-    new: dict[int, nn.Parameter] = {}
-    old: list[nn.Parameter] = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or isinstance(parameter, DTensor):
-                continue
-            if id(parameter) not in new:
-                old.append(parameter)
-                new[id(parameter)] = as_parameter(parameter.data, device_mesh, None, parameter)
-                for_pieces(parameter)
-                keep_hooks(parameter, new[id(parameter)])
-            module._parameters[name] = new[id(parameter)]
-    for parameter in old:
-        # Whoever still holds the old parameter (an optimizer) is told, and does not keep its memory alive.
-        parameter._autopar_replaced = True  # type: ignore[attr-defined]
-        parameter.data = parameter.data.new_empty(0)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
 from autopar.runtime import along, chosen_among
+from autopar.runtime.expert_layers import layer_of, to_slots
 
 KEPT = frozenset({
     "__format__", "__hash__", "__len__", "__repr__", "__set__", "dim", "element_size", "get_device",
@@ -182,17 +183,19 @@ def whole(x: Any) -> Any:
 def in_pieces_as(x: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as a DTensor placed as `like` is; nothing is sent."""
     assert isinstance(like, DTensor)
-    if isinstance(x, SeenWhole) and x.placements == like.placements:
+    if isinstance(x, SeenWhole) and layer_of(like) is not None:
+        x = whole(x)
+    elif isinstance(x, SeenWhole) and x.placements == like.placements:
         x = x if x._whole is None else x._whole
     if isinstance(x, DTensor):
         return _in_pieces(like, local_tensor(x.redistribute(placements=like.placements)), DTensor)
-    return _in_pieces(like, _cut(x, like.device_mesh, like.placements).to(like.dtype), DTensor)
+    return _in_pieces(like, _cut(to_slots(x, like), like.device_mesh, like.placements).to(like.dtype), DTensor)
 
 
 def cut(x: Tensor, like: Tensor) -> DTensor:
     """A plain tensor that every rank has whole, in pieces that lie as those of `like`; memory of its own."""
     assert isinstance(like, DTensor)
-    return _in_pieces(like, _cut(x, like.device_mesh, like.placements).clone(), DTensor)
+    return _in_pieces(like, _cut(to_slots(x, like), like.device_mesh, like.placements).clone(), DTensor)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:

@@ -30,6 +30,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, st
 from autopar.runtime.checks import check_same_weights
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.engine import Engine
+from autopar.runtime.expert_layers import at_home, is_by_slots, is_placed, layer_of, to_slots
 from autopar.runtime.holders import holders
 from autopar.runtime.layout import shard
 from autopar.runtime.meeting import meet
@@ -43,17 +44,24 @@ _EVERY_RANK = (
 _SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors")
 
 
-def show_whole(state: MutableMapping[str, Any], prefix: str, timeout_s: float) -> None:
-    """Have the DTensors of a state dict, under this prefix, seen whole. Tied ones stay one."""
+def show_whole(state: MutableMapping[str, Any], prefix: str, comm: Communicator) -> None:
+    """Have the DTensors of a state dict, under this prefix, seen whole. Tied ones stay one. Of parameters whose experts
+    are placed these are copies, in the model's order: collective, then. comm: of the parameters.
+    """
+    timeout_s = comm.timeout_s
     gather_first = _once(partial(meet, "gather the state of the model", timeout_s, _EVERY_RANK))
     known: dict[Any, SeenWhole] = {}
+    if is_placed(comm):
+        gather_first()
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor) and not isinstance(value, SeenWhole):
             local = local_tensor(value)
             if local.is_meta:
                 continue
             key = (storage_key(local), local.storage_offset())
-            if key not in known:
+            if key not in known and (layer := layer_of(value)) is not None:
+                known[key] = seen_whole(at_home(value, layer, comm), gather_first, is_kept=False)
+            elif key not in known:
                 known[key] = seen_whole(value.detach(), gather_first, is_kept=False)
             state[name] = known[key]
 
@@ -79,6 +87,9 @@ def take_whole(model: nn.Module, engine: Engine, state: MutableMapping[str, Any]
     for absent in engine.absent:
         for name in absent.names:
             state.pop(prefix + name, None)
+    for name, value in state.items():
+        if (layer := layer_of(value)) is not None:  # a parameter of another model, whose experts are placed
+            state[name] = at_home(value, layer, engine.inner)
     found = {
         name: value
         for name, value in state.items()
@@ -109,7 +120,7 @@ def _fill(model: nn.Module, engine: Engine, values: Mapping[str, Tensor]) -> Non
 
 
 def _piece(value: Tensor, like: DTensor, comm: Communicator) -> DTensor:
-    local = shard(value.detach(), from_dtensor_placements(like.placements), comm)
+    local = shard(to_slots(value.detach(), like), from_dtensor_placements(like.placements), comm)
     return dtensor_like(like, local.to(comm.device, like.dtype, copy=True, memory_format=torch.contiguous_format))
 
 
@@ -239,20 +250,27 @@ def _umask() -> int:
     return value
 
 
-def show_optimizer_whole(optimizer: Optimizer, timeout_s: float) -> None:
-    """From now on, what its `state_dict()` gives is seen whole, too."""
+def show_optimizer_whole(optimizer: Optimizer, comm: Communicator) -> None:
+    """From now on, what its `state_dict()` gives is seen whole, too; of placed experts, a copy in the model's order."""
+    timeout_s = comm.timeout_s
     if getattr(optimizer, "_autopar_seen_whole", False):
         return
     optimizer._autopar_seen_whole = True  # type: ignore[attr-defined]
 
-    def show(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def show(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         gather_first = _once(partial(meet, "gather the state of the optimizer", timeout_s, _EVERY_RANK))
+        if is_placed(comm):
+            gather_first()
+        layers = [layer_of(parameter) for group in owner.param_groups for parameter in group["params"]]
 
-        def seen(value: Any) -> Any:
+        def seen(key: Any, value: Any) -> Any:
+            layer = layers[key] if isinstance(key, int) else None
+            if layer is not None and is_by_slots(value, layer):
+                value = at_home(value, layer, comm)
             return seen_whole(value, gather_first, is_kept=False) if isinstance(value, DTensor) else value
 
         states = {
-            key: {name: seen(value) for name, value in each.items()} if isinstance(each, dict) else each
+            key: {name: seen(key, value) for name, value in each.items()} if isinstance(each, dict) else each
             for key, each in state["state"].items()
         }
         return {**state, "state": states}
@@ -270,8 +288,10 @@ def cut_states(optimizer: Optimizer, comm: Communicator, parameter_ids: Collecti
         for name, value in state.items():
             if not isinstance(value, Tensor) or not value.ndim or value.shape != parameter.shape:
                 continue
-            if isinstance(value, SeenWhole) and value.placements == parameter.placements:
+            is_alike = isinstance(value, SeenWhole) and value.placements == parameter.placements
+            if is_alike and layer_of(parameter) is None:
                 state[name] = dtensor_like(parameter, local_tensor(value).clone())
             elif isinstance(value, SeenWhole) or not isinstance(value, DTensor):
-                local = shard(whole(value).detach(), from_dtensor_placements(parameter.placements), comm)
+                found = to_slots(whole(value).detach(), parameter)
+                local = shard(found, from_dtensor_placements(parameter.placements), comm)
                 state[name] = dtensor_like(parameter, local.to(comm.device, copy=True).contiguous())

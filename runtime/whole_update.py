@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from autopar.base.text import format_bytes
 from autopar.base.torch_compat.distributed import is_split, local_tensor
+from autopar.runtime.expert_layers import from_slots
 from autopar.runtime.seen_whole import cut
 
 logger = logging.getLogger("autopar")
@@ -71,7 +72,7 @@ def _double(optimizer: Optimizer, some: Sequence[Tensor]) -> Optimizer:
         groups.append({**group, "params": [whole[id(p)] for p in own]})
         for p in own:
             if p in optimizer.state:
-                states[whole[id(p)]] = {name: _whole(value) for name, value in optimizer.state[p].items()}
+                states[whole[id(p)]] = {name: _whole(value, p) for name, value in optimizer.state[p].items()}
     double.param_groups, double.state = groups, cast("Any", states)
 
     def finish() -> None:
@@ -102,16 +103,19 @@ def _whole_parameter(parameter: Tensor) -> Tensor:
     """A leaf with the whole values and gradient; a plain parameter itself."""
     if not isinstance(parameter, DTensor):
         return parameter
-    found = _whole(parameter).requires_grad_(parameter.requires_grad)
-    found.grad = None if parameter.grad is None else _whole(parameter.grad)
+    found = _whole(parameter, parameter).requires_grad_(parameter.requires_grad)
+    found.grad = None if parameter.grad is None else _whole(parameter.grad, parameter)
     return found
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: Any, parameter: Tensor) -> Any:
+    """The whole of what lies as the parameter does; anything else as it is."""
     if not isinstance(value, DTensor):
         return value
     detached: Any = value.detach()
     full: Tensor = detached.full_tensor()
+    if value is not parameter:
+        full = from_slots(full, parameter)
     return full.clone() if full.data_ptr() == local_tensor(value).data_ptr() else full
 
 

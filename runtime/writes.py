@@ -5,7 +5,8 @@
     p[3] = 0, p.view(-1)[:4]     what no piece can do alone is done on the whole, which is gathered, and cut again
     p[10].zero_()                a part that torch copies out of pieces writes back into them, as a view would
 
-Elementwise operators stay in pieces. Whatever is gathered is gathered on every rank, and said once.
+Elementwise operators stay in pieces. Whatever is gathered is gathered on every rank, and said once. A parameter whose
+experts lie by load is taken part by part, and with plain tensors, as a whole in the model's order.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from autopar.base.torch_compat.distributed import (
     local_tensor,
     same_group,
     storage_key,
+    tree_leaves,
     tree_map,
 )  # fmt: skip
 from autopar.runtime import lost_writes
+from autopar.runtime.expert_layers import LAYER, from_slots, layer_of
 from autopar.runtime.meeting import PATIENCE_S, meet
 from autopar.runtime.seen_whole import SeenWhole, Term, cut, in_pieces_as, whole
 
@@ -101,6 +104,7 @@ def take_writes() -> None:
             setattr(kind, name, property(_viewing(original.__get__)))
     kind.data = property(_carrying(Tensor.data.__get__), _set_data)  # type: ignore[attr-defined]
     kind.detach = _carrying(Tensor.detach)
+    kind.full_tensor = _in_order(DTensor.full_tensor)
     for operator in (torch.ops.aten.eye.out, torch.ops.aten.eye.m_out):
         handle_out(operator, _write_out)
 
@@ -143,7 +147,7 @@ def _writing(original: Callable[..., Any], by_element: bool) -> Callable[..., An
         view: _View | None = vars(self).get("_autopar_view")
         if view is not None:
             return _write_back(self, view, original, args, kwargs)
-        if by_element:
+        if by_element and not _is_out_of_order(self, args, kwargs):
             try:
                 pieces, words = tree_map(partial(_replicated, mesh=self.device_mesh), (args, kwargs))
                 return original(self, *pieces, **words)
@@ -169,7 +173,8 @@ def _mixing(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def mix(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         if type(self) is DTensor:
-            if torch.is_grad_enabled() and any(_is_plain(x, 0) and x.requires_grad for x in args):
+            is_in_graph = torch.is_grad_enabled() and any(_is_plain(x, 0) and x.requires_grad for x in args)
+            if is_in_graph or _is_out_of_order(self, args, kwargs):
                 self, args, kwargs = tree_map(_whole, (self, args, kwargs))
             elif any(_is_plain(x) for x in args):
                 args, kwargs = tree_map(partial(_replicated, mesh=self.device_mesh), (args, kwargs))
@@ -219,10 +224,12 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
         if type(self) is not DTensor:
             return original(self, *args, **kwargs)
         try:
-            found = original(self, *args, **kwargs)
+            found = original(self, *args, **kwargs) if layer_of(self) is None else None
         except (NotImplementedError, RuntimeError) as error:
             if not _is_of_pieces(error):
                 raise
+            found = None
+        if found is None:
             args, kwargs = tree_map(_whole, (args, kwargs))
             found = tree_map(partial(_as_dtensor, mesh=self.device_mesh), original(self.full_tensor(), *args, **kwargs))
         if isinstance(found, tuple | list):
@@ -241,13 +248,28 @@ def _carrying(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def same(self: DTensor, *args: Any) -> Any:
         found = original(self, *args)
-        view = vars(self).get("_autopar_view")
+        view, layer = vars(self).get("_autopar_view"), vars(self).get(LAYER)
+        if layer is not None and type(found) is DTensor:
+            setattr(found, LAYER, layer)
         if view is not None and type(found) is DTensor:
             found._autopar_view = view  # type: ignore[attr-defined]
             lost_writes.watch(found, self)
         return found
 
     return same
+
+
+def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        return from_slots(original(self, *args, **kwargs), self)
+
+    return full_tensor
+
+
+def _is_out_of_order(x: DTensor, args: Any, kwargs: Any) -> bool:
+    """Whether a tensor's rows lie otherwise than those of a plain one beside it."""
+    return layer_of(x) is not None and any(map(_is_plain, tree_leaves((args, kwargs))))
 
 
 def _note(found: Any, base: DTensor, take: Callable[[Tensor], Tensor]) -> None:

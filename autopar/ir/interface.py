@@ -126,6 +126,26 @@ class PipelineInterface:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsInterface:
+    """A layer of experts to which tokens go over `axis`.
+
+    where: the call of a region that has it, as `comm.at` names it. parameters: the names of those whose first dim are
+    its experts, which `axis` alone splits; none where they are used elsewhere, too, or where a call has several such
+    layers, which nothing tells apart. token_axes: those that split the layer's tokens.
+    """
+
+    where: str
+    axis: str
+    parameters: tuple[str, ...]
+    token_axes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The module that has the parameters."""
+        return self.parameters[0].rpartition(".")[0] if self.parameters else self.where
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramInterface:
     """The border of a generated program.
 
@@ -135,7 +155,7 @@ class ProgramInterface:
     Shapes are those of one microbatch, of which a step has `microbatches`. by_value: inputs whose values decided what
     the program does: it is for no others. granted: what it takes for granted of values, in words: where it is not so,
     its outputs are NaN. meaning: what outputs and gradients are, whoever computes them; None for a
-    plan of an autopar that did not say.
+    plan of an autopar that did not say. experts: its layers of experts that are exchanged, in order.
     """
 
     axes: tuple[str, ...]
@@ -151,6 +171,7 @@ class ProgramInterface:
     by_value: tuple[str, ...] = ()
     granted: tuple[str, ...] = ()
     meaning: Meaning | None = None
+    experts: tuple[ExpertsInterface, ...] = ()
 
     @property
     def states(self) -> frozenset[str]:

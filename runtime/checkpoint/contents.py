@@ -19,6 +19,7 @@ from autopar.runtime.checkpoint.boxes import Box
 from autopar.runtime.checkpoint.manifest import StoredGroup, StoredOptimizer
 from autopar.runtime.checkpoint.tree import encode
 from autopar.runtime.engine import Engine
+from autopar.runtime.expert_layers import ExpertLayer, is_by_slots, layer_of
 from autopar.runtime.holders import holders
 
 EXTRA_STATE = "_extra_state"
@@ -55,6 +56,18 @@ def boxes_of(tensor: Tensor) -> Boxes:
             tuple(slice(run.place, run.place + run.length) for run in box),
         )
         for box in runs
+    )
+
+
+def _in_order(boxes: Boxes, order: Sequence[int]) -> Boxes:
+    """Boxes of which each row along dim 0 is that of another expert. order: slot -> expert."""
+    return tuple(
+        (
+            Box((order[box.offsets[0] + row], *box.offsets[1:]), (1, *box.sizes[1:])),
+            (slice(place[0].start + row, place[0].start + row + 1), *place[1:]),
+        )
+        for box, place in boxes
+        for row in range(box.sizes[0])
     )
 
 
@@ -132,7 +145,8 @@ class Contents:
             raise AutoparError(f"{name} is in pieces, and is to be this rank's alone", remedy="Hand it in as extra=")
         return Held(name, (name,), tuple(tensor.shape), tensor.detach(), boxes_of(tensor), True)
 
-    def _held(self, name: str, names: tuple[str, ...], tensor: Tensor, here: bool) -> Held:
+    def _held(self, name: str, names: tuple[str, ...], tensor: Tensor, here: bool, like: Tensor | None = None) -> Held:
+        """like: the parameter as which it lies, if it is none itself."""
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         if local.is_meta:
             raise AutoparError(
@@ -140,14 +154,16 @@ class Contents:
                 remedy="Call init_weights, load_pretrained or load first, and give autopar.compile example_inputs",
             )
         is_turn = self.turns.mine(tensor, self.mesh)
-        return Held(name, names, tuple(tensor.shape), local.detach(), self._boxes_of(tensor), here and is_turn)
+        boxes = self._boxes_of(tensor, layer_of(tensor) if like is None else layer_of(like))
+        return Held(name, names, tuple(tensor.shape), local.detach(), boxes, here and is_turn)
 
-    def _boxes_of(self, tensor: Tensor) -> Boxes:
+    def _boxes_of(self, tensor: Tensor, layer: ExpertLayer | None) -> Boxes:
         places = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        key = (tuple(tensor.shape), places)
+        order = layer.order if layer is not None and is_by_slots(tensor, layer) else None
+        key = (tuple(tensor.shape), places, order)
         found = self._boxes.get(key)
         if found is None:
-            found = self._boxes[key] = boxes_of(tensor)
+            found = self._boxes[key] = boxes_of(tensor) if order is None else _in_order(boxes_of(tensor), order)
         return found
 
     def optimizer(self, optimizer: Optimizer, where: str, put: Callable[[Held], None]) -> StoredOptimizer:
@@ -182,7 +198,8 @@ class Contents:
         if parameter is None:
             put(self.other(at, x))
         else:
-            put(self._held(at, (at,), x, self.is_first_stage(self.names_of[id(parameter)][0])))
+            here = self.is_first_stage(self.names_of[id(parameter)][0])
+            put(self._held(at, (at,), x, here, parameter))
         is_like = parameter is not None and x.shape == parameter.shape and (isinstance(x, DTensor) or x.ndim > 0)
         return {"$like" if is_like else "$at": at}
 

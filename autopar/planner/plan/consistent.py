@@ -83,6 +83,9 @@ def _check_interface(plan: PlanRecord) -> None:
         _check_tensor(tensor)
     _known("updates", [each.name for each in interface.updates], [each.name for each in interface.buffers])
     _known("by_value", interface.by_value, [each.name for each in interface.inputs])
+    for layer in interface.experts:
+        _known("the experts' parameters", layer.parameters, [each.name for each in interface.parameters])
+        _known("the experts' axes", [layer.axis, *layer.token_axes], interface.axes)
     for each in interface.parameters:
         if any(not 0 <= place < len(interface.outputs) for place in each.reached_by or ()):
             raise ValueError(f"{each.name[:60]} is reached by {each.reached_by[:8] if each.reached_by else ()}")

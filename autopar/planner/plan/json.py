@@ -19,7 +19,13 @@ from autopar.base import files, typed
 from autopar.base.errors import AutoparError
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost, Memory
-from autopar.ir.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
+from autopar.ir.interface import (
+    ExpertsInterface,
+    PipelineInterface,
+    ProgramInterface,
+    StageInterface,
+    TensorInterface,
+)
 from autopar.ir.meaning import Meaning
 from autopar.ir.program import AttentionSite
 from autopar.ir.sharding import format_sharding, parse_sharding
@@ -229,6 +235,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         whole["by_value"] = list(interface.by_value)
     if interface.granted:
         whole["granted"] = list(interface.granted)
+    if interface.experts:
+        whole["experts"] = [asdict(layer) for layer in interface.experts]
     pipeline = None
     if (found := interface.pipeline) is not None:
         stages = [
@@ -309,4 +317,8 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
         tuple(data.get("by_value", ())),
         tuple(data.get("granted", ())),
         meaning,
+        tuple(
+            ExpertsInterface(row["where"], row["axis"], tuple(row["parameters"]), tuple(row["token_axes"]))
+            for row in data.get("experts", ())
+        ),
     )  # fmt: skip

@@ -126,6 +126,15 @@ class MeaningRow(TypedDict):
     roots: NotRequired[list[int] | None]
 
 
+class ExpertsRow(TypedDict):
+    """`ExpertsInterface`."""
+
+    where: str
+    axis: str
+    parameters: list[str]
+    token_axes: list[str]
+
+
 class InterfaceRow(TypedDict):
     """`ProgramInterface`."""
 
@@ -141,6 +150,7 @@ class InterfaceRow(TypedDict):
     by_value: NotRequired[list[str]]
     granted: NotRequired[list[str]]
     meaning: NotRequired[MeaningRow | None]
+    experts: NotRequired[list[ExpertsRow]]
 
 
 class CostRow(TypedDict):

@@ -1,0 +1,55 @@
+"""Which expert lies on which rank, so that ranks get about as many tokens: as many experts each, packed by their loads.
+
+Greedy, the heaviest first, each to the rank that has least and room (longest processing time first: Graham, Bounds on
+multiprocessing timing anomalies, 1969; with room for so many each, as in DeepSeek's EPLB). Then groups are given to the
+ranks that have most of them already, so that few experts move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def packed(loads: Sequence[float], ranks: int, slots: Sequence[int]) -> tuple[int, ...]:
+    """expert -> slot: the place among those of rank 0, then of rank 1, …; an expert that stays on its rank keeps its
+    own. `slots` itself where the busiest rank would not have less.
+
+    Args:
+        loads: the tokens of each expert. ranks: which divide the experts. slots: where the experts lie now.
+    """
+    room = len(loads) // ranks
+    groups: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0.0] * ranks
+    for expert in sorted(range(len(loads)), key=lambda expert: (-loads[expert], slots[expert])):
+        group = min((g for g in range(ranks) if len(groups[g]) < room), key=lambda g: (totals[g], g))
+        groups[group].append(expert)
+        totals[group] += loads[expert]
+    if max(totals) >= busiest(loads, ranks, slots):
+        return tuple(slots)
+    found = dict[int, int]()
+    for rank, group in enumerate(_at_home(groups, slots)):
+        stay = {expert: slots[expert] for expert in group if slots[expert] // room == rank}
+        free = (slot for slot in range(rank * room, (rank + 1) * room) if slot not in stay.values())
+        found |= stay | {expert: next(free) for expert in sorted(group) if expert not in stay}
+    return tuple(found[expert] for expert in range(len(loads)))
+
+
+def busiest(loads: Sequence[float], ranks: int, slots: Sequence[int]) -> float:
+    """The tokens of the rank that has most."""
+    room, totals = len(loads) // ranks, [0.0] * ranks
+    for load, slot in zip(loads, slots, strict=True):
+        totals[slot // room] += load
+    return max(totals)
+
+
+def _at_home(groups: Sequence[Sequence[int]], slots: Sequence[int]) -> list[Sequence[int]]:
+    """The groups by rank: each in turn that has most in common with a rank that has none yet goes there."""
+    room, ranks = len(groups[0]), range(len(groups))
+    common = {(g, r): sum(slots[expert] // room == r for expert in groups[g]) for g in ranks for r in ranks}
+    home: dict[int, Sequence[int]] = {}
+    left = set(ranks)
+    for g, r in sorted(common, key=lambda pair: (-common[pair], pair)):
+        if g in left and r not in home:
+            home[r] = groups[g]
+            left.remove(g)
+    return [home[r] for r in ranks]
