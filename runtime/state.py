@@ -288,8 +288,8 @@ def cut_states(optimizer: Optimizer, comm: Communicator, parameter_ids: Collecti
         for name, value in state.items():
             if not isinstance(value, Tensor) or not value.ndim or value.shape != parameter.shape:
                 continue
-            is_alike = isinstance(value, SeenWhole) and value.placements == parameter.placements
-            if is_alike and layer_of(parameter) is None:
+            is_home = layer_of(parameter) is None
+            if isinstance(value, SeenWhole) and value.placements == parameter.placements and is_home:
                 state[name] = dtensor_like(parameter, local_tensor(value).clone())
             elif isinstance(value, SeenWhole) or not isinstance(value, DTensor):
                 found = to_slots(whole(value).detach(), parameter)

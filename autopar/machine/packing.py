@@ -21,9 +21,9 @@ def packed(loads: Sequence[float], ranks: int, slots: Sequence[int]) -> tuple[in
     groups: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
     for expert in sorted(range(len(loads)), key=lambda expert: (-loads[expert], slots[expert])):
-        group = min((g for g in range(ranks) if len(groups[g]) < room), key=lambda g: (totals[g], g))
-        groups[group].append(expert)
-        totals[group] += loads[expert]
+        lightest = min((g for g in range(ranks) if len(groups[g]) < room), key=lambda g: (totals[g], g))
+        groups[lightest].append(expert)
+        totals[lightest] += loads[expert]
     if max(totals) >= busiest(loads, ranks, slots):
         return tuple(slots)
     found = dict[int, int]()

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.base.errors import AutoparError
 from tests.dist import mixture
 
 STEPS = 10
@@ -104,11 +106,117 @@ def eager(kind: str) -> dict[str, Any]:
 
 def loaded(folder: str, kind: str) -> dict[str, Any]:
     """What one process reads of it, and the loss of the next step."""
-    model, batch = compiled(("dp",), (1,), "ddp", kind)
+    model, _ = compiled(("dp",), (1,), "ddp", kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model.load(Path(folder), optimizer=optimizer)
     kept = optimizer.state_dict()["state"]
     return {
         "state": {name: torch.as_tensor(x).clone() for name, x in model.state_dict().items()},
-        "averages": {name: kept[number]["exp_avg"].clone() for number, name in _numbered(model)},
+        "averages": {name: kept[number]["exp_avg"].full_tensor() for number, name in _numbered(model)},
     }
+
+
+def _said(act: Any) -> str:
+    try:
+        act()
+    except AutoparError as error:
+        return str(error)
+    return "nothing"
+
+
+def refused() -> dict[str, Any]:
+    """What is said of each thing that cannot be; and the loss before and after."""
+    model, batch = compiled(("dp",), (2,), "expert", "Mixtral")
+    layer, other = (f"model.layers.{number}.mlp.experts" for number in range(2))
+    found: dict[str, Any] = {"before": float(model(**batch).loss.detach())}
+    found["none"] = _said(lambda: model.place_experts())
+    uneven = [9, 8, 1, 1] if dist.get_rank() == 0 else [1, 9, 1, 8]
+    found["disagree"] = _said(lambda: model.place_experts({layer: uneven}))
+    found["unknown"] = _said(lambda: model.place_experts({"model.layers.7.mlp": [9, 8, 1, 1]}))
+    found["size"] = _said(lambda: model.place_experts({layer: [9, 8, 1, 1, 1]}))
+    parameter = dict(model.named_parameters())[f"{layer}.down_proj"]
+    handle = parameter.register_hook(lambda gradient: gradient * 1.0)
+    found["hook"] = _said(lambda: model.place_experts({other: [9, 8, 1, 1], layer: [9, 8, 1, 1]}))
+    handle.remove()
+    optimizer = torch.optim.LBFGS([parameter], lr=0.0, max_iter=1)
+    model(**batch).loss.backward()
+    optimizer.step(lambda: torch.zeros(()))
+    found["optimizer"] = _said(lambda: model.place_experts({other: [9, 8, 1, 1], layer: [9, 8, 1, 1]}))
+    found["home"] = all(one.is_home for one in model.autopar.inner.experts.values())
+    found["loss"] = float(model(**batch).loss.detach())
+    dense, _ = compiled(("dp",), (2,), "ddp", "Mixtral")
+    found["plan"] = _said(lambda: dense.place_experts({layer: [9, 8, 1, 1]}))
+    return found
+
+
+def loaded_into() -> dict[str, float]:
+    """Differences that should not be there: of losses, parameters and states."""
+    model, batch = compiled(("dp",), (2,), "expert", "Mixtral")
+    layer = "model.layers.0.mlp.experts"
+    heavy = {f"model.layers.{number}.mlp.experts": [9, 8, 1, 1] for number in range(2)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(one: Any = model, own: Any = None) -> float:
+        loss = one(**batch).loss
+        if own is not None:
+            loss.backward()
+            own.step()
+            own.zero_grad()
+        return float(loss.detach())
+
+    step(model, optimizer)
+    wanted, kept = _whole(model), _averages(optimizer)
+    before = step()
+    found: dict[str, float] = {}
+    average = copy.deepcopy(model)
+    model.place_experts(heavy)
+    found["it moved"] = float(model.autopar.inner.experts["model.layers.0"].is_home)
+    found["loss of the copy"] = abs(step(average) - before)
+    found["copy"] = _apart(_whole(average), wanted)
+    state, states = model.state_dict(), optimizer.state_dict()
+    step(model, optimizer)
+    found["kept while it trains"] = _apart({name: torch.as_tensor(x) for name, x in state.items()}, wanted)
+    model.load_state_dict(state)
+    found["loaded"] = _apart(_whole(model), wanted)
+    model.place_experts(heavy)
+    optimizer.load_state_dict(states)
+    found["states"] = _apart(_averages(optimizer), kept)
+    model.place_experts(heavy)
+    step(model, optimizer)
+    after = _whole(model)
+    model.load_state_dict(state)
+    model.place_experts(heavy)
+    fresh = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fresh.load_state_dict(states)
+    step(model, fresh)
+    found["states before the first step"] = _apart(_whole(model), after)
+    model.place_experts(heavy)
+    found["it moved again"] = float(model.autopar.inner.experts["model.layers.0"].is_home)
+    parameter = dict(model.named_parameters())[f"{layer}.down_proj"]
+    with torch.no_grad():
+        marks = torch.arange(4.0, dtype=torch.float64)[:, None, None].expand(parameter.shape)
+        parameter.copy_(marks)
+        parameter[3] += 1.0
+        parameter.mul_(marks + 1.0)
+    rows = torch.as_tensor(model.state_dict()[f"{layer}.down_proj"])[:, 0, 0]
+    found["written"] = float((rows - torch.tensor([0.0, 2.0, 6.0, 16.0])).abs().max())
+    found["a sum with a plain tensor"] = float(
+        ((parameter.detach() + marks)[:, 0, 0] - rows - marks[:, 0, 0]).abs().max()
+    )
+    parameter.data = marks.clone()
+    model.experts_home()
+    found["data"] = float((torch.as_tensor(model.state_dict()[f"{layer}.down_proj"]) - marks).abs().max())
+    return found
+
+
+def _whole(model: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(x).clone() for name, x in model.state_dict().items()}
+
+
+def _averages(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {str(key): torch.as_tensor(each["exp_avg"]).clone() for key, each in optimizer.state_dict()["state"].items()}
+
+
+def _apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name].double() - wanted[name].double()).abs().max()) for name in found)

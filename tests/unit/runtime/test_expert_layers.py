@@ -1,0 +1,114 @@
+"""Experts in other slots than their numbers say, on simulated ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ExpertsInterface
+from autopar.runtime.expert_layers import ExpertLayer, inverse, moved
+from autopar.runtime.simulated_comm import SimulatedMesh
+from tests.unit.runtime.test_exchange import EXPERTS, ROUTINGS, Case, routing
+
+pytestmark = pytest.mark.unit
+SLOTS = (3, 0, 6, 5, 1, 7, 2, 4)
+PLANNED = ExpertsInterface("layers.1", "dp", ("layers.1.experts.up", "layers.1.experts.down"), ("dp",))
+
+
+def layer_in(slots: tuple[int, ...], num: int) -> ExpertLayer:
+    layer = ExpertLayer(PLANNED, EXPERTS, num)
+    layer.place(slots)
+    return layer
+
+
+def placed(case: Case, comm: Any, run: Any, slots: tuple[int, ...] = SLOTS, where: str = "layers.1") -> list[Tensor]:
+    """What an exchange makes of parameters whose rows have moved; its gradients of them, back at home."""
+    layer = layer_in(slots, comm.size("dp"))
+    comm.experts = {"layers.1": layer, "layers.0": layer_in(tuple(range(EXPERTS)), comm.size("dp"))}
+    home = tuple(range(EXPERTS))
+    part = case.part
+
+    def with_rows(comm: Any) -> list[Tensor]:
+        found = part(comm)
+        return [*found[:4], *(moved(x, comm, "dp", home, slots) for x in found[4:])]
+
+    case.part = with_rows  # type: ignore[method-assign]
+    comm.at(f"{where} forward")
+    made = run(case, comm)
+    return [*made[:3], *(moved(x, comm, "dp", slots, home) for x in made[3:])]
+
+
+@pytest.mark.parametrize("run", [Case.on, Case.beside])
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_an_exchange_finds_experts_that_have_moved(name: str, num: int, run: Any) -> None:
+    """Breaks if a token goes to the slot of its expert's number, is sent to one rank and computed for another, or if a
+    number of no expert becomes one.
+    """
+    indices = routing(name)
+    pieces = SimulatedMesh(("dp",), (num,)).run(lambda comm: placed(Case(indices, biased=True), comm, run))
+    for number, wanted in enumerate(Case(indices, biased=True).whole()):
+        found = torch.cat([each[number] for each in pieces])
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, n=number: f"{n}: {m}")
+
+
+def test_another_layer_stays_as_it_is() -> None:
+    """Breaks if one layer's slots are taken for all."""
+
+    def run(comm: Any) -> list[Tensor]:
+        comm.experts = {"layers.1": layer_in(SLOTS, 2), "layers.0": layer_in(tuple(range(EXPERTS)), 2)}
+        comm.at("layers.0 backward")
+        return Case(routing("random")).on(comm)
+
+    pieces = SimulatedMesh(("dp",), (2,)).run(run)
+    for number, wanted in enumerate(Case(routing("random")).whole()):
+        torch.testing.assert_close(torch.cat([each[number] for each in pieces]), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_place_that_the_plan_does_not_know_is_refused() -> None:
+    """Breaks if an exchange of an edited program takes slots for numbers."""
+    with pytest.raises(AutoparError, match="at a place that its plan does not know") as error:
+        SimulatedMesh(("dp",), (2,)).run(lambda comm: placed(Case(routing("random")), comm, Case.on, where="mine"))
+    assert "experts_home" in str(error.value)
+
+
+@given(st.permutations(range(EXPERTS)), st.permutations(range(EXPERTS)), st.sampled_from([1, 2, 4]))
+@settings(max_examples=30, deadline=None)
+def test_rows_move_with_their_experts(before: list[int], after: list[int], num: int) -> None:
+    """Breaks if a row lands on another rank, or in another slot there; if what stays on its rank is sent."""
+    rows = torch.arange(EXPERTS)[:, None] * torch.tensor([1.0, 10.0])
+
+    def run(comm: Any) -> tuple[Tensor, float]:
+        comm.log = []
+        local = comm.slice(rows[list(inverse(before))], "dp", 0)
+        found = moved(local, comm, "dp", before, after)
+        return found, sum(event.bytes_sent for event in comm.log)
+
+    pieces = SimulatedMesh(("dp",), (num,)).run(run)
+    torch.testing.assert_close(torch.cat([x for x, _ in pieces]), rows[list(inverse(after))], rtol=0, atol=0)
+    room = EXPERTS // num
+    away = sum(one // room != other // room for one, other in zip(before, after, strict=True))
+    assert sum(sent for _, sent in pieces) == away * 2 * 4
+
+
+def test_counts_choices_by_the_models_numbers() -> None:
+    """Breaks if slots are counted for numbers, a gradient's exchange counts again, or a number of no expert counts."""
+    indices = routing("nowhere")
+
+    def run(comm: Any) -> Tensor:
+        layer = layer_in(SLOTS, 2)
+        layer.loads = torch.zeros(EXPERTS, dtype=torch.int64)
+        comm.experts = {"layers.1": layer}
+        for phase in ("forward", "backward"):
+            comm.at(f"layers.1 {phase}")
+            Case(indices).on(comm)
+        return layer.loads
+
+    loads = torch.stack(SimulatedMesh(("dp",), (2,)).run(run)).sum(0)
+    assert loads.tolist() == torch.bincount(indices.flatten(), minlength=EXPERTS + 1)[:EXPERTS].tolist()
