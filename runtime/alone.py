@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, tree_leaves
 from autopar.runtime.checks import check_same_batch
-from autopar.runtime.expert_layers import from_slots
 from autopar.runtime.holders import Absent
 from autopar.runtime.seen_whole import seen_whole, whole
 
@@ -79,7 +78,7 @@ class Alone:
         found: dict[int, Tensor] = {}
         for _, _, value in pieces:
             if id(value) not in found:
-                found[id(value)] = from_slots(whole(seen_whole(value, is_kept=False)), value)
+                found[id(value)] = whole(seen_whole(value, is_kept=False))
         self._kept = pieces
         for held, name, value in pieces:
             held[name] = found[id(value)]

@@ -24,12 +24,13 @@ LAYER = "_autopar_experts"
 
 
 class ExpertLayer:
-    """One layer of experts, of all copies of a model. name: its module. num: of its experts. slots: expert -> slot.
+    """One layer of experts, of all copies of a model. name: its module. num: of its experts. comm: of the ranks that
+    have them, ranks of its axis. slots: expert -> slot.
     loads[num]: the tokens of this rank that chose each expert, where that is counted.
     """
 
-    def __init__(self, planned: ExpertsInterface, num: int, ranks: int) -> None:
-        self.planned, self.num, self.ranks = planned, num, ranks
+    def __init__(self, planned: ExpertsInterface, num: int, comm: Communicator) -> None:
+        self.planned, self.num, self.comm, self.ranks = planned, num, comm, comm.size(planned.axis)
         self.slots: tuple[int, ...] = tuple(range(num))
         self.loads: Tensor | None = None
         self._tensor: Tensor | None = None
@@ -80,7 +81,7 @@ def mark_layers(comm: Communicator, interface: ProgramInterface, parameters: Map
         num = interface.parameter(each.parameters[0]).shape[0] if movable else 0
         layer = known.get(each.where)  # of the model of which this one is a copy
         if layer is None or layer.planned != each:
-            layer = ExpertLayer(each, num, comm.size(each.axis)) if movable else None
+            layer = ExpertLayer(each, num, comm) if movable else None
         comm.experts[each.where] = layer
     for layer in filter(None, comm.experts.values()):
         for name in layer.planned.parameters:
@@ -175,7 +176,7 @@ def moved(x: Tensor, comm: Communicator, axis: str, before: Sequence[int], after
     return torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, place, received)
 
 
-def at_home(x: DTensor, layer: ExpertLayer, comm: Communicator) -> DTensor:
+def at_home(x: DTensor, layer: ExpertLayer) -> DTensor:
     """A copy of a tensor that lies as a layer's parameters, with its rows at home. Collective."""
     home = range(layer.num)
-    return dtensor_like(x, moved(local_tensor(x).detach(), comm, layer.planned.axis, layer.slots, home))
+    return dtensor_like(x, moved(local_tensor(x).detach(), layer.comm, layer.planned.axis, layer.slots, home))

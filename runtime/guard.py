@@ -74,7 +74,7 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
             engine.agreement.note(optimizer)
             if is_first:
                 _follow_experts(optimizer, engine)
-            state.show_optimizer_whole(optimizer, engine.inner)
+            state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
             state.cut_states(optimizer, engine.inner, engine.parameter_ids)
     asked = [e.watch for e in ENGINES if e.watch is not None and not trained.isdisjoint(e.trained_ids())]
     for watch in sorted(asked, key=lambda watch: watch.number):

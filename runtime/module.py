@@ -267,7 +267,7 @@ class CompiledModule(PlacesExperts, nn.Module):
         found = super().state_dict(*args, **kwargs)
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         if not keep_vars:
-            state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.inner)
+            state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.comm.timeout_s)
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

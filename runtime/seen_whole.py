@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
 from autopar.runtime import along, chosen_among
-from autopar.runtime.expert_layers import layer_of, to_slots
+from autopar.runtime.expert_layers import LAYER, at_home, from_slots, layer_of, to_slots
 
 KEPT = frozenset({
     "__format__", "__hash__", "__len__", "__repr__", "__set__", "dim", "element_size", "get_device",
@@ -59,6 +60,20 @@ class SeenWhole(DTensor):
     _is_kept: bool = True
     _whole: Tensor | None = None
 
+    def to_local(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As of any DTensor.
+
+        Raises:
+            AutoparError: it is a parameter's, or a state's, whose experts are placed: whoever deals in pieces takes its
+                rows for those of the model.
+        """
+        if (layer := layer_of(self)) is not None:
+            raise AutoparError(
+                f"a piece of a state of {layer.name} is wanted by itself, and its experts are placed by load",
+                remedy="Call compiled.experts_home() before torch.distributed.checkpoint; compiled.save needs none",
+            )
+        return super().to_local(*args, **kwargs)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Whole tensors in the place of these, but for what concerns the pieces."""
@@ -93,7 +108,7 @@ class SeenWhole(DTensor):
         is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if is_in_place and isinstance(first, SeenWhole) and not first._is_kept:
             with torch.no_grad():
-                local_tensor(first).copy_(_cut(args[0], first.device_mesh, first.placements))
+                local_tensor(first).copy_(_cut(to_slots(args[0], first), first.device_mesh, first.placements))
             return first
         return found
 
@@ -154,6 +169,8 @@ def seen_whole(
     found = _Seen.apply(dtensor)
     assert isinstance(found, SeenWhole)
     found._gather_first, found._choose_first, found._is_kept = gather_first, choose_first, is_kept
+    if (layer := vars(dtensor).get(LAYER)) is not None:
+        setattr(found, LAYER, layer)
     return found
 
 
@@ -175,6 +192,7 @@ def whole(x: Any) -> Any:
     else:
         found = local_tensor(x).clone()
     assert isinstance(found, Tensor)
+    found = from_slots(found, x)
     if x._is_kept:
         x._whole = found
     return found
@@ -207,7 +225,14 @@ def _as_dtensor(x: Any) -> Any:
 
 
 def _piecewise(func: Any, x: SeenWhole, others: Any, kwargs: Any) -> SeenWhole:
+    layer, is_alias = vars(x).get(LAYER), func.__name__ == "detach"
     plain = _in_pieces(x, local_tensor(x), DTensor)
+    if layer is not None and is_alias:
+        setattr(plain, LAYER, layer)
+    elif layer is not None and not layer.is_home:
+        if x._gather_first is not None:
+            x._gather_first()
+        plain = at_home(plain, layer)
     copied = plain.clone() if func.__name__ == "__deepcopy__" else func(plain, *others, **kwargs)
     return seen_whole(copied, x._gather_first, choose_first=x._choose_first, is_kept=x._is_kept)
 

@@ -30,7 +30,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, st
 from autopar.runtime.checks import check_same_weights
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.engine import Engine
-from autopar.runtime.expert_layers import at_home, is_by_slots, is_placed, layer_of, to_slots
+from autopar.runtime.expert_layers import LAYER, at_home, is_by_slots, layer_of, to_slots
 from autopar.runtime.holders import holders
 from autopar.runtime.layout import shard
 from autopar.runtime.meeting import meet
@@ -44,24 +44,17 @@ _EVERY_RANK = (
 _SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors")
 
 
-def show_whole(state: MutableMapping[str, Any], prefix: str, comm: Communicator) -> None:
-    """Have the DTensors of a state dict, under this prefix, seen whole. Tied ones stay one. Of parameters whose experts
-    are placed these are copies, in the model's order: collective, then. comm: of the parameters.
-    """
-    timeout_s = comm.timeout_s
+def show_whole(state: MutableMapping[str, Any], prefix: str, timeout_s: float) -> None:
+    """Have the DTensors of a state dict, under this prefix, seen whole. Tied ones stay one."""
     gather_first = _once(partial(meet, "gather the state of the model", timeout_s, _EVERY_RANK))
     known: dict[Any, SeenWhole] = {}
-    if is_placed(comm):
-        gather_first()
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor) and not isinstance(value, SeenWhole):
             local = local_tensor(value)
             if local.is_meta:
                 continue
             key = (storage_key(local), local.storage_offset())
-            if key not in known and (layer := layer_of(value)) is not None:
-                known[key] = seen_whole(at_home(value, layer, comm), gather_first, is_kept=False)
-            elif key not in known:
+            if key not in known:
                 known[key] = seen_whole(value.detach(), gather_first, is_kept=False)
             state[name] = known[key]
 
@@ -89,7 +82,7 @@ def take_whole(model: nn.Module, engine: Engine, state: MutableMapping[str, Any]
             state.pop(prefix + name, None)
     for name, value in state.items():
         if (layer := layer_of(value)) is not None:  # a parameter of another model, whose experts are placed
-            state[name] = at_home(value, layer, engine.inner)
+            state[name] = at_home(value, layer)
     found = {
         name: value
         for name, value in state.items()
@@ -250,23 +243,21 @@ def _umask() -> int:
     return value
 
 
-def show_optimizer_whole(optimizer: Optimizer, comm: Communicator) -> None:
-    """From now on, what its `state_dict()` gives is seen whole, too; of placed experts, a copy in the model's order."""
-    timeout_s = comm.timeout_s
+def show_optimizer_whole(optimizer: Optimizer, timeout_s: float) -> None:
+    """From now on, what its `state_dict()` gives is seen whole, too."""
     if getattr(optimizer, "_autopar_seen_whole", False):
         return
     optimizer._autopar_seen_whole = True  # type: ignore[attr-defined]
 
     def show(owner: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         gather_first = _once(partial(meet, "gather the state of the optimizer", timeout_s, _EVERY_RANK))
-        if is_placed(comm):
-            gather_first()
-        layers = [layer_of(parameter) for group in owner.param_groups for parameter in group["params"]]
+        layers = [vars(parameter).get(LAYER) for group in owner.param_groups for parameter in group["params"]]
 
         def seen(key: Any, value: Any) -> Any:
             layer = layers[key] if isinstance(key, int) else None
             if layer is not None and is_by_slots(value, layer):
-                value = at_home(value, layer, comm)
+                value = value.detach()
+                setattr(value, LAYER, layer)
             return seen_whole(value, gather_first, is_kept=False) if isinstance(value, DTensor) else value
 
         states = {

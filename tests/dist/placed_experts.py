@@ -166,16 +166,19 @@ def loaded_into() -> dict[str, float]:
 
     step(model, optimizer)
     wanted, kept = _whole(model), _averages(optimizer)
-    before = step()
-    found: dict[str, float] = {}
+    before, found = step(), dict[str, float]()
     average = copy.deepcopy(model)
     model.place_experts(heavy)
     found["it moved"] = float(model.autopar.inner.experts["model.layers.0"].is_home)
     found["loss of the copy"] = abs(step(average) - before)
     found["copy"] = _apart(_whole(average), wanted)
-    state, states = model.state_dict(), optimizer.state_dict()
+    state, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    alias = model.state_dict()
+    piece: Any = alias[f"{layer}.down_proj"]
+    found["a piece for itself"] = float("is wanted by itself" not in _said(lambda: piece.to_local()))
     step(model, optimizer)
-    found["kept while it trains"] = _apart({name: torch.as_tensor(x) for name, x in state.items()}, wanted)
+    found["a copy"] = _apart(_seen(state), wanted)
+    found["seen as it is now"] = _apart(_seen(alias), _whole(model))
     model.load_state_dict(state)
     found["loaded"] = _apart(_whole(model), wanted)
     model.place_experts(heavy)
@@ -211,6 +214,10 @@ def loaded_into() -> dict[str, float]:
 
 def _whole(model: Any) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(x).clone() for name, x in model.state_dict().items()}
+
+
+def _seen(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(x) for name, x in state.items()}
 
 
 def _averages(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -21,16 +21,16 @@ SLOTS = (3, 0, 6, 5, 1, 7, 2, 4)
 PLANNED = ExpertsInterface("layers.1", "dp", ("layers.1.experts.up", "layers.1.experts.down"), ("dp",))
 
 
-def layer_in(slots: tuple[int, ...], num: int) -> ExpertLayer:
-    layer = ExpertLayer(PLANNED, EXPERTS, num)
+def layer_in(slots: tuple[int, ...], comm: Any) -> ExpertLayer:
+    layer = ExpertLayer(PLANNED, EXPERTS, comm)
     layer.place(slots)
     return layer
 
 
 def placed(case: Case, comm: Any, run: Any, slots: tuple[int, ...] = SLOTS, where: str = "layers.1") -> list[Tensor]:
     """What an exchange makes of parameters whose rows have moved; its gradients of them, back at home."""
-    layer = layer_in(slots, comm.size("dp"))
-    comm.experts = {"layers.1": layer, "layers.0": layer_in(tuple(range(EXPERTS)), comm.size("dp"))}
+    layer = layer_in(slots, comm)
+    comm.experts = {"layers.1": layer, "layers.0": layer_in(tuple(range(EXPERTS)), comm)}
     home = tuple(range(EXPERTS))
     part = case.part
 
@@ -62,7 +62,7 @@ def test_another_layer_stays_as_it_is() -> None:
     """Breaks if one layer's slots are taken for all."""
 
     def run(comm: Any) -> list[Tensor]:
-        comm.experts = {"layers.1": layer_in(SLOTS, 2), "layers.0": layer_in(tuple(range(EXPERTS)), 2)}
+        comm.experts = {"layers.1": layer_in(SLOTS, comm), "layers.0": layer_in(tuple(range(EXPERTS)), comm)}
         comm.at("layers.0 backward")
         return Case(routing("random")).on(comm)
 
@@ -102,7 +102,7 @@ def test_counts_choices_by_the_models_numbers() -> None:
     indices = routing("nowhere")
 
     def run(comm: Any) -> Tensor:
-        layer = layer_in(SLOTS, 2)
+        layer = layer_in(SLOTS, comm)
         layer.loads = torch.zeros(EXPERTS, dtype=torch.int64)
         comm.experts = {"layers.1": layer}
         for phase in ("forward", "backward"):
