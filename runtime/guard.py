@@ -21,7 +21,7 @@ from autopar.runtime.whole_update import on_whole_tensors
 
 
 def _follow_experts(optimizer: Optimizer, engine: Engine) -> None:
-    """States that are loaded have the model's order: experts that lie otherwise go home before."""
+    """States that are loaded, or given out, have the model's order: experts that lie otherwise go home before."""
     if is_placed(engine.inner):
         if optimizer.state:  # loaded before its first step
             bring_home(engine, optimizer)
@@ -32,12 +32,13 @@ def _follow_experts(optimizer: Optimizer, engine: Engine) -> None:
             )
     known = ref(engine)
 
-    def before_load(_: Optimizer, __: Any) -> None:
+    def home(*_: Any) -> None:
         held = known()
         if held is not None:
             bring_home(held)
 
-    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_pre_hook(home)
+    optimizer.register_state_dict_pre_hook(home)
 
 
 @cache

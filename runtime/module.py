@@ -262,12 +262,18 @@ class CompiledModule(PlacesExperts, nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module. Its tensors are DTensors, and whole wherever plain code looks at them: `torch.save`,
         another model's `load_state_dict`, `.cpu().numpy()` (every rank looks; a gather each). With `keep_vars` the
-        parameters.
+        parameters. Experts that were placed by load go home before: collective, then.
         """
-        found = super().state_dict(*args, **kwargs)
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
-        if not keep_vars:
-            state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.comm.timeout_s)
+        if keep_vars:
+            return super().state_dict(*args, **kwargs)
+        self.experts_home()
+        return self.seen_state(*args, **kwargs)
+
+    def seen_state(self, *args: Any, **kwargs: Any) -> Any:
+        """`state_dict` for who sees tensors whole: experts stay where they are."""
+        found = super().state_dict(*args, **kwargs)
+        state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.comm.timeout_s)
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

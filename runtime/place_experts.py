@@ -202,7 +202,8 @@ def _move(
 ) -> None:
     """Experts to their new slots, with all that lies as they do. Collective."""
     for optimizer, copy in product(optimizers(), copies_of(engine)):
-        cut_states(optimizer, engine.inner, copy.parameter_ids)  # whole states that were loaded, as before a step
+        if optimizer is not but:
+            cut_states(optimizer, engine.inner, copy.parameter_ids)  # whole states that were loaded, as before a step
     gc.collect()  # a copy that one rank still has and another does not would be moved by one alone
     rows, said = together(WHAT, partial(_prepared, engine, layers, new, but))
     every = gathered(WHAT, said)

@@ -189,7 +189,8 @@ def save_pretrained(engine: Engine, save: Callable[..., Any], folder: str | Path
     remedy = "Call save_pretrained on every rank: rank 0 writes, the others hand in their pieces"
     meet(f"save_pretrained({str(folder)!r})", engine.comm.timeout_s, remedy)
     given = kwargs.pop("state_dict", None)
-    state = engine.model.state_dict() if given is None else given
+    model: Any = engine.model
+    state = model.seen_state() if given is None else given
     if given is None and has_adapters(type(engine.model)):
         state = {name: state[name] for name in written_names(engine.model, state, kwargs)}
     found = gathered_state(engine, state)
