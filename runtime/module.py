@@ -24,7 +24,7 @@ from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import forget_ended_groups, read_reduced_numbers
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
-from autopar.runtime import clipping, recording, state, weights
+from autopar.runtime import clipping, place_experts, recording, state, weights
 from autopar.runtime.ahead import plan_ahead
 from autopar.runtime.alone import hook_modules
 from autopar.runtime.checkpoint import loading, saving, stored
@@ -35,7 +35,6 @@ from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare
 from autopar.runtime.guard import guard_optimizers
 from autopar.runtime.known import ENGINES
-from autopar.runtime.place_experts import PlacesExperts
 from autopar.runtime.refused import check_has_logits
 from autopar.runtime.replaced import replace_parameters
 from autopar.runtime.seen_whole import SeenWhole, Term
@@ -46,7 +45,7 @@ from autopar.runtime.writes import take_writes
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class CompiledModule(PlacesExperts, nn.Module):
+class CompiledModule(nn.Module):
     """What `autopar.compile` adds to the model's class. `autopar` is the engine, `plan` is set by the caller.
 
     With a pipeline, a rank has the parameters of its own stages, and those that no stage uses: the others are None, and
@@ -55,6 +54,9 @@ class CompiledModule(PlacesExperts, nn.Module):
 
     autopar: Engine
     plan: Any
+    expert_loads = place_experts.expert_loads
+    experts_home = place_experts.experts_home
+    place_experts = place_experts.place_experts  # the last: from here on the name is the method's
 
     def train_step(self, *args: Any, **batch: Any) -> Any:
         """Forward and `loss.backward()`; the model's output. The loss is `output.loss`, or the first scalar.

@@ -1,4 +1,4 @@
-"""Experts placed by load, between steps: what `CompiledModule` has for it.
+"""Experts placed by load, between steps: methods of `CompiledModule`.
 
     compiled.expert_loads()               from here on tokens are counted
     ...                                   some steps
@@ -53,59 +53,59 @@ class ExpertsPlaced:
     moved: int
 
 
-class PlacesExperts:
-    """The methods of a compiled model."""
+def expert_loads(self: Any) -> dict[str, list[int]]:
+    """How many tokens chose each expert, on all ranks, since this was asked last: layer -> [experts], by the
+    model's numbers. Asked for the first time it begins to count, which costs an addition a layer. Collective.
 
-    autopar: Engine
+    Raises:
+        AutoparError: no plan yet, or none that sends tokens to experts.
+    """
+    engine: Engine = self.autopar
+    return _loads(engine, _layers(engine))
 
-    def expert_loads(self) -> dict[str, list[int]]:
-        """How many tokens chose each expert, on all ranks, since this was asked last: layer -> [experts], by the
-        model's numbers. Asked for the first time it begins to count, which costs an addition a layer. Collective.
 
-        Raises:
-            AutoparError: no plan yet, or none that sends tokens to experts.
-        """
-        return _loads(self.autopar, _layers(self.autopar))
+def place_experts(self: Any, loads: Mapping[str, Any] | None = None) -> tuple[ExpertsPlaced, ...]:
+    """Move experts between the ranks of their axis, as many on each, so that each gets about as many tokens: the
+    heaviest first to the rank that has least. Collective, between steps.
 
-    def place_experts(self, loads: Mapping[str, Any] | None = None) -> tuple[ExpertsPlaced, ...]:
-        """Move experts between the ranks of their axis, as many on each, so that each gets about as many tokens: the
-        heaviest first to the rank that has least. Collective, between steps.
+    Losses, gradients and parameters are what they would be, but for the order of sums. What is saved, and seen
+    whole, has the model's order; `state_dict()` and what loads bring experts home. A layer that would not gain stays as
+    it is.
 
-        Losses, gradients and parameters are what they would be, but for the order of sums. What is saved, and seen
-        whole, has the model's order. A layer that would not gain stays as it is.
+    Args:
+        loads: layer -> tokens of each expert, [experts] or [steps, experts], as `expert_loads` names layers; those
+            left out stay. None: what was counted since `expert_loads()` was last asked.
 
-        Args:
-            loads: layer -> tokens of each expert, [experts] or [steps, experts], as `expert_loads` names layers; those
-                left out stay. None: what was counted since `expert_loads()` was last asked.
+    Raises:
+        AutoparError: before anything moves, on all ranks: loads of other layers or sizes, or that differ between
+            ranks; a plan that sends no tokens to experts; what cannot follow (an optimizer that is none of single
+            elements, states of other shapes, hooks on the experts' gradients), with its name.
+    """
+    engine: Engine = self.autopar
+    layers = _layers(engine)
+    by = "loads that were counted" if loads is None else "loads that it was given"
+    meet(f"{WHAT} by {by}", engine.comm.timeout_s, _ON_ALL)
+    given = together(WHAT, lambda: _checked(layers, loads))
+    counts = _loads(engine, layers) if given is None else given
+    if not any(map(sum, counts.values())):
+        raise AutoparError(
+            "no tokens were counted by which experts could be placed",
+            remedy="Call compiled.expert_loads() some steps before, which begins to count, or hand loads in",
+        )
+    new = {layer.name: packed(counts[layer.name], layer.ranks, layer.slots)
+           for layer in layers if sum(counts.get(layer.name, ()))}  # fmt: skip
+    found = [_gain(layer, counts[layer.name], new[layer.name]) for layer in layers if layer.name in new]
+    _move(engine, layers, new)
+    return tuple(found)
 
-        Raises:
-            AutoparError: before anything moves, on all ranks: loads of other layers or sizes, or that differ between
-                ranks; a plan that sends no tokens to experts; what cannot follow (an optimizer that is none of single
-                elements, states of other shapes, hooks on the experts' gradients), with its name.
-        """
-        engine = self.autopar
-        layers = _layers(engine)
-        meet(WHAT, engine.comm.timeout_s, _ON_ALL)
-        given = together(WHAT, lambda: _checked(layers, loads, self.expert_loads if loads is None else None))
-        counts = _loads(engine, layers) if given is None else given
-        if not any(map(sum, counts.values())):
-            raise AutoparError(
-                "no tokens were counted by which experts could be placed",
-                remedy="Call compiled.expert_loads() some steps before, which begins to count, or hand loads in",
-            )
-        new = {layer.name: packed(counts[layer.name], layer.ranks, layer.slots)
-               for layer in layers if sum(counts.get(layer.name, ()))}  # fmt: skip
-        found = [_gain(layer, counts[layer.name], new[layer.name]) for layer in layers if layer.name in new]
-        _move(engine, layers, new)
-        return tuple(found)
 
-    def experts_home(self) -> None:
-        """Every expert back to the slot of its number. Collective; nothing where all are there."""
-        engine = self.autopar
-        if is_placed(engine.inner):
-            meet("bring experts home", engine.comm.timeout_s, "Call it on every rank: experts move between ranks")
-            layers = [layer for layer in engine.inner.experts.values() if layer is not None]
-            _move(engine, layers, {layer.name: tuple(range(layer.num)) for layer in layers})
+def experts_home(self: Any) -> None:
+    """Every expert back to the slot of its number. Collective; nothing where all are there."""
+    engine: Engine = self.autopar
+    if is_placed(engine.inner):
+        meet("bring experts home", engine.comm.timeout_s, "Call it on every rank: experts move between ranks")
+        layers = [layer for layer in engine.inner.experts.values() if layer is not None]
+        _move(engine, layers, {layer.name: tuple(range(layer.num)) for layer in layers})
 
 
 def bring_home(engine: Engine, but: Optimizer | None = None) -> None:
@@ -152,12 +152,9 @@ def _loads(engine: Engine, layers: Sequence[ExpertLayer]) -> dict[str, list[int]
     return {layer.name: found.get(layer.name, [0] * layer.num) for layer in layers}
 
 
-def _checked(
-    layers: Sequence[ExpertLayer], loads: Mapping[str, Any] | None, count: Any
-) -> dict[str, list[float]] | None:
+def _checked(layers: Sequence[ExpertLayer], loads: Mapping[str, Any] | None) -> dict[str, list[float]] | None:
     """Tokens of each expert, as they are handed in; None where they are to be those counted."""
     if loads is None:
-        assert count is not None
         return None
     known = {layer.name: layer for layer in layers}
     if unknown := sorted(set(loads) - set(known)):

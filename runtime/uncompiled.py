@@ -24,7 +24,7 @@ def uncompiled(model: Any, what: str) -> nn.Module:
         AutoparError: a rank came alone, or ranks of other stages hold parameters.
     """
     engine = model.autopar
-    original: Any = type(model).__bases__[1]
+    original: Any = type(model).__mro__[2]
     if engine.absent:
         raise AutoparError(
             f"{what} needs the whole model, and other ranks hold stages of it",

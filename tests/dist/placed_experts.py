@@ -54,14 +54,13 @@ def train(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, kind: st
         optimizer.step()
         optimizer.zero_grad()
     model.save(folder, step=STEPS, optimizer=optimizer)
-    state = {name: torch.as_tensor(x).clone() for name, x in model.state_dict().items()}
-    kept = optimizer.state_dict()["state"]
-    averages = {name: kept[number]["exp_avg"].clone() for number, name in _numbered(model) if number in kept}
     parameter = dict(model.named_parameters()).get(WATCHED)
     row = None if parameter is None else parameter[5].full_tensor().clone()
     whole = None if parameter is None else parameter.detach().full_tensor()
-    model.experts_home()
+    state = {name: torch.as_tensor(x).clone() for name, x in model.seen_state().items()}
     home = {name: torch.as_tensor(x).clone() for name, x in model.state_dict().items()}
+    kept = optimizer.state_dict()["state"]
+    averages = {name: kept[number]["exp_avg"].clone() for number, name in _numbered(model) if number in kept}
     return {"losses": losses, "loads": counted, "moves": moves, "state": state, "averages": averages, "row": row,
             "whole": whole, "home": home}  # fmt: skip
 
