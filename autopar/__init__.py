@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autopar import pipeline, strategies
     from autopar.api.backend import backend
     from autopar.api.checkpoints import load_checkpoint
+    from autopar.api.coded_weights import store_weights
     from autopar.api.compile import compile
     from autopar.api.generation import GenerationPlan, plan_generation
     from autopar.api.plan import Plan
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from autopar.api.search import SearchResult, search
     from autopar.api.search_generation import GenerationSearch
     from autopar.base.errors import AutoparError
-    from autopar.base.stored_weights import store_weights
     from autopar.ir.sharding import Partial, Replicate, Shard
     from autopar.machine.imbalance import expert_imbalance
     from autopar.machine.mesh import Mesh
@@ -51,7 +51,7 @@ _MODULE_OF_NAME = {
     "Generation": "autopar.planner.generation", "GenerationPlan": "autopar.api.generation",
     "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
     "expert_imbalance": "autopar.machine.imbalance",
-    "resume_or_start": "autopar.runtime.checkpoint.run", "store_weights": "autopar.base.stored_weights",
+    "resume_or_start": "autopar.runtime.checkpoint.run", "store_weights": "autopar.api.coded_weights",
     "Request": "autopar.runtime.serving.serve", "Served": "autopar.runtime.serving.serve",
     "Watch": "autopar.runtime.watch.watching", "watch": "autopar.runtime.watch.watching",
 }  # fmt: skip

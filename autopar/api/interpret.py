@@ -91,6 +91,9 @@ def materialized(model: nn.Module) -> nn.Module:
             path, _, own = name.rpartition(".")
             setattr(clone.get_submodule(path), own, clone.get_parameter(first))
     with torch.no_grad():
+        for parameter in clone.parameters():
+            if not parameter.is_floating_point():  # codes, and places in another tensor: what memory held is none
+                parameter.zero_()
         for module in reversed(list(clone.modules())):
             huggingface.initialize_module(module, clone)
     return clone

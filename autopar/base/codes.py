@@ -62,17 +62,25 @@ class Storage:
         whole = steps.round()
         if self.per_byte == 1:
             return whole.to(self.dtype)
-        half = steps.shape[-1] // 2
-        shifted = (whole + _MIDDLE).to(torch.uint8)
-        return shifted[..., :half] | (shifted[..., half:] << 4)
+        return pack((whole + _MIDDLE).to(torch.uint8))
 
     def _read(self, codes: Tensor) -> Tensor:
         if self.name == "fp8":
             return codes.view(torch.float8_e4m3fn)
         if self.per_byte == 1:
             return codes
-        both = torch.cat([codes & 15, codes >> 4], -1)
-        return both.to(torch.int8) - _MIDDLE
+        return unpack(codes).to(torch.int8) - _MIDDLE
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes below 16, uint8 [..., n] -> two a byte [..., n/2], the first half of a row in the lower bits."""
+    half = codes.shape[-1] // 2
+    return codes[..., :half] | (codes[..., half:] << 4)
+
+
+def unpack(both: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    return torch.cat([both & 15, both >> 4], -1)
 
 
 _MIDDLE = 8

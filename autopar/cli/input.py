@@ -97,11 +97,13 @@ def make_generation_plan(
     weights: those of linear layers.
     """
     import autopar
+    from autopar.base.stored_weights import WAYS
     from autopar.planner.inputs import to_dtype
 
     loaded.model.eval().to(to_dtype(precision))
     if weights is not None:
-        autopar.store_weights(loaded.model, weights)
+        is_way = weights in WAYS or not Path(weights).exists()
+        autopar.store_weights(loaded.model, weights if is_way else None, like=None if is_way else weights)
 
     def progress(name: str, number: int, total: int) -> None:
         steps.begin(name)

@@ -49,7 +49,8 @@ Cache = Annotated[
     str | None, typer.Option("--cache", help="How generate() stores keys and values: fp8, int8, int4. Default: as is.")
 ]
 Weights = Annotated[
-    str | None, typer.Option("--weights", help="How weights are stored: int8, int4, fp8, fp8-tensor, fp8-block.")
+    str | None,
+    typer.Option("--weights", help="How weights are stored: int8, int4, fp8, fp8-tensor, fp8-block, or as in FOLDER."),
 ]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]

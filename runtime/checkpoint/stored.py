@@ -1,8 +1,11 @@
-"""Load HuggingFace folders that store weights otherwise than the model holds them: experts one by one, other names."""
+"""Load HuggingFace folders that store weights otherwise than the model holds them: experts one by one, other names,
+codes of other tools.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,31 +14,43 @@ from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.conversion import has_table, made_of
+from autopar.base.stored_weights import StoredWeight, how_stored, is_turned
 from autopar.base.torch_compat.distributed import local_boxes, local_tensor
-from autopar.runtime.checkpoint import pretrained
+from autopar.runtime.checkpoint import pretrained, quantized
 from autopar.runtime.checkpoint.boxes import Box, whole_of
-from autopar.runtime.checkpoint.formats import as_held, weights_of
+from autopar.runtime.checkpoint.formats import Weight, as_held, weights_of
 
 
 def load_pretrained(
-    model: nn.Module, path: Path, device: torch.device, elsewhere: Sequence[tuple[str, ...]] = ()
+    model: nn.Module,
+    path: Path,
+    device: torch.device,
+    elsewhere: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """As `pretrained.load_pretrained`, also where transformers stores a model's weights under other names or its
-    experts one by one. Each rank reads the experts, and of them the rows, that it holds.
+    experts one by one, or the checkpoint has codes (`quantized.py`). Each rank reads the experts, and of them the rows,
+    that it holds.
 
     Raises:
         AutoparError: as there.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", "")
-    if not isinstance(model_type, str) or not model_type or not path.is_dir() or not has_table(model_type):
-        pretrained.load_pretrained(model, path, device, elsewhere)
-        return
+    model_type = model_type if isinstance(model_type, str) else ""
     stored = pretrained.files_by_name(path)
-    if all(not each.is_stack and each.parts == ((name,),) for name, each in made_of(model_type, stored).items()):
-        pretrained.load_pretrained(model, path, device, elsewhere)
-        return
+    is_coded = quantized.has_codes(stored)
+    if not is_coded:
+        if not model_type or not path.is_dir() or not has_table(model_type):
+            pretrained.load_pretrained(model, path, device, elsewhere)
+            return
+        if all(not each.is_stack and each.parts == ((name,),) for name, each in made_of(model_type, stored).items()):
+            pretrained.load_pretrained(model, path, device, elsewhere)
+            return
     with weights_of(path) as found, torch.no_grad():
-        weights = as_held(found.weights, model_type)
+        weights = dict(found.weights)
+        if is_coded:
+            weights = _read_codes(weights, path, model, model_type)
+        weights = as_held(weights, model_type)
+        rounded: set[tuple[torch.dtype, torch.dtype]] = set()
         for names, target in pretrained.wanted(model, device, elsewhere, weights, path):
             if target is None:
                 continue
@@ -48,6 +63,8 @@ def load_pretrained(
                     values=f"{weight.shape}, the model's is {tuple(target.shape)}",
                     remedy="Load the checkpoint of this configuration",
                 )
+            if name.endswith("_scales") and torch.promote_types(weight.dtype, target.dtype) != target.dtype:
+                rounded.add((weight.dtype, target.dtype))
             if not isinstance(target, DTensor) or not target.ndim:
                 local = local_tensor(target) if isinstance(target, DTensor) else target
                 local.copy_(weight.read(whole_of(weight.shape)))
@@ -56,3 +73,23 @@ def load_pretrained(
             for box in local_boxes(target):
                 piece = weight.read(Box(tuple(run.start for run in box), tuple(run.length for run in box)))
                 local[tuple(slice(run.place, run.place + run.length) for run in box)] = piece.to(local)
+    for given, kept in rounded:
+        warnings.warn(
+            f"autopar: scales of {path} are {given}, and rounded to the model's {kept}; a model in "
+            f"{given} has the checkpoint's own", stacklevel=3,
+        )  # fmt: skip
+
+
+def _read_codes(weights: Mapping[str, Weight], path: Path, model: nn.Module, model_type: str) -> dict[str, Weight]:
+    """The same with codes as the model has them, or as weights."""
+    kept: dict[str, StoredWeight] = {}
+    turned: set[str] = set()
+    names = {name: each.parts[0][0] for name, each in made_of(model_type, quantized.packed_of(weights, path)).items()}
+    for prefix, module in model.named_modules():
+        name = names.get(f"{prefix}.weight")
+        how = how_stored(module)
+        if name is not None and how is not None:
+            kept[name] = how
+        elif name is not None and is_turned(module):
+            turned.add(name)
+    return quantized.held(weights, path, kept, turned)

@@ -101,7 +101,7 @@ def _put_in_pieces(x: Any, source: Any, dim: int, moves: Sequence[Move]) -> Tens
         if start < stop:
             into = target[move.to_row - at].narrow(dim - 1, start - first, stop - start)
             into.copy_(found.narrow(dim - 1, start - move.at, stop - start))
-    return x  # type: ignore[no-any-return]
+    return x
 
 
 def _lie_alike(x: Tensor, source: Tensor, dim: int | None, free: set[int]) -> bool:
