@@ -40,6 +40,7 @@ from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
 from autopar.passes.functional import make_functional
 from autopar.passes.one_region import to_program
+from autopar.passes.ragged import Ragged
 from autopar.passes.usual import Checked, Usual
 
 logger = logging.getLogger("autopar.capture")
@@ -140,6 +141,7 @@ def _with_repeated_blocks(
         try:
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
+            clone.forward = Ragged().within(clone.forward)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
                 with seeds.Seeds(type(model).__name__), ChecksPass(), chosen:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
@@ -178,6 +180,7 @@ def _whole(
         usual = Usual(_measured(inputs), _marks(inputs), _held(model))
         clone = traced_copy(model, precision, mode)
         clone.forward = _given(known, usual.guarding(clone))
+        clone.forward = Ragged().within(clone.forward)
         modes = (chosen, usual, known, Checked(usual)) if values else (chosen, usual, Checked(usual))
         try:
             exported = _export(clone, batch(mode), *modes)
