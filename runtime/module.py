@@ -73,12 +73,12 @@ class CompiledModule(nn.Module):
         self, requests: Iterable[Any], *, slots: int = 8, max_new_tokens: int = 128, length: int | None = None,
         chunk: int | None = None, eos_token_id: int | list[int] | None = None,
     ) -> Iterator[Served]:  # fmt: skip
-        """Generate for requests that come and go over `slots` rows: each gets the greedy tokens of its own
-        `generate()`, and is yielded when it is done. First come, first served. Collective: the same on every rank.
+        """Generate for requests that come and go over `slots` rows: each gets the tokens of its own `generate()`, and
+        is yielded when it is done. First come, first served. Collective: the same on every rank.
 
         Args:
-            requests: prompts (token ids), or `autopar.Request`s with a number of new tokens of their own; a list, or
-                anything that gives the next one when a slot is free.
+            requests: prompts (token ids), or `autopar.Request`s with a number of new tokens of their own, which may be
+                drawn; a list, or anything that gives the next one when a slot is free.
             length: tokens of a prompt and what is made of it that a slot has room for; None: of the longest of a list.
             chunk: tokens of prompts that go through the model between two tokens of all slots.
 

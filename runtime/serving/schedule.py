@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A request under way. number: in the order in which requests came. limit: of new tokens.
+    """A request under way. number: in the order in which requests came. limit: of new tokens. asked: what it is, for
+    whoever chooses its tokens.
 
     slot: its row. begin: the column of its lane where its prompt begins; read: how many tokens of it went through the
     model. tokens: the new ones.
@@ -21,6 +23,7 @@ class Work:
     number: int
     prompt: Sequence[int]
     limit: int
+    asked: Any = None
     slot: int = -1
     begin: int = 0
     read: int = 0

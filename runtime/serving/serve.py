@@ -14,7 +14,9 @@ from autopar.base.errors import AutoparError
 from autopar.base.huggingface import serving
 from autopar.base.huggingface.caches import NAMES, name_of
 from autopar.base.huggingface.reuse import places
+from autopar.base.huggingface.sampling import Chooser
 from autopar.runtime.engine import Engine
+from autopar.runtime.seen_whole import whole
 from autopar.runtime.serving.rows import Move, moved, put, row_pieces
 from autopar.runtime.serving.schedule import Piece, Schedule, Work
 
@@ -24,10 +26,26 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, token ids, and how many new ones at most."""
+    """A prompt, token ids, and how many new ones at most.
+
+    do_sample: whether tokens are drawn; the others are options of it, as of `generate()`, whose defaults are the
+    model's. seed: of its own draws, as `torch.manual_seed` before a `generate()` of it alone; None: its number in the
+    order in which requests come. eos_token_id: what ends it; None: what ends requests of this call.
+    """
 
     prompt: Sequence[int] | Tensor
     max_new_tokens: int
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Those of `generate()`."""
+        said = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        return {"do_sample": self.do_sample, **{name: value for name, value in said.items() if value is not None}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +100,26 @@ def _work(number: int, request: Any, asked: Asked) -> Work:
             values=f"{len(prompt)} tokens, {request.max_new_tokens} new ones",
             remedy="a prompt has a token at least, and so has what is made of it",
         )
-    return Work(number, prompt, request.max_new_tokens)
+    if not request.do_sample and (said := [*request.options()][1:] + ["seed"] * (request.seed is not None)):
+        raise AutoparError(
+            f"request {number} says how tokens are drawn, and none is",
+            values=", ".join(said),
+            remedy="Request(…, do_sample=True)",
+        )
+    return Work(number, prompt, request.max_new_tokens, request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How the tokens of a request are chosen, and which of them end it."""
+
+    chooser: Chooser
+    ends: frozenset[int]
 
 
 class _Server:
     """slots: a cache of a row each, whose next token stands in column `column`. lanes: the cache of prompts; documents:
-    whose each of its columns is, [lanes, room].
+    whose each of its columns is, [lanes, room]. choices: of requests that are not done, by their numbers.
     """
 
     def __init__(
@@ -95,10 +127,11 @@ class _Server:
         known: Sequence[Work] | None,
     ) -> None:  # fmt: skip
         self.model, self.engine, self.device = model, engine, engine.comm.device
-        self.num_slots, self.ends = asked.slots, serving.ends_of(model, asked.eos_token_id)
+        self.num_slots, self.eos_token_id = asked.slots, asked.eos_token_id
         self.live: dict[int, Work] = {}
         self.newest = [0] * self.num_slots
         self.begun: dict[int, int] = {}
+        self.choices: dict[int, _Choice] = {}
         self.steps = self.column = self._written = 0
         self.slots = self._empty_slots(length)
         self.length = places(self.slots, length)
@@ -134,7 +167,24 @@ class _Server:
                     values=f"{len(work.prompt)} tokens and {work.limit} new ones, length={self.length}",
                     remedy=f"serve(…, length={work.places}) or more",
                 )
+            self.choices[work.number] = self._choice(work, work.asked)
             yield work
+
+    def _choice(self, work: Work, request: Request) -> _Choice:
+        own, seed = request.eos_token_id, work.number if request.seed is None else request.seed
+        ends = self.eos_token_id if own is None else own
+        options = request.options() | ({} if ends is None else {"eos_token_id": ends})
+        chooser = Chooser(self.model, work.prompt, work.limit, options, seed, self.device)
+        return _Choice(chooser, serving.ends_of(self.model, ends))
+
+    def _choose(self, works: Sequence[Work], logits_BSV: Tensor, places: Sequence[tuple[int, int]]) -> list[int]:
+        """The next token of each request. places: where its logits are."""
+        choosers = [self.choices[work.number].chooser for work in works]
+        best = [] if all(each.has_rules for each in choosers) else logits_BSV.argmax(-1).tolist()
+        return [
+            each.choose(whole(logits_BSV[row, place]), work.tokens) if each.has_rules else best[row][place]
+            for each, work, (row, place) in zip(choosers, works, places, strict=True)
+        ]
 
     @torch.no_grad()
     def _empty_slots(self, length: int) -> Any:
@@ -177,20 +227,24 @@ class _Server:
         if not self.packs:
             return [work for piece in pieces for work in self._read_alone(piece.work)]
         first = self.schedule.cursor - self.schedule.chunk
-        found = self._read_chunk(pieces, first).tolist()
         ending = [piece for piece in pieces if piece.ends]
+        logits, is_kept = self._read_chunk(pieces, first)
+        places = [(each.lane, n if is_kept else each.at + each.count - 1) for n, each in enumerate(ending)]
+        found = self._choose([piece.work for piece in ending], logits, places)
         done, moves = [], []
-        for place, piece in enumerate(ending):
+        for piece, token in zip(ending, found, strict=True):
             work = piece.work
-            if self._is_done(work, found[piece.lane][place]):
+            if self._is_done(work, token):
                 done.append(work)
             else:
                 moves.append((work, piece.lane, work.begin))
         self._admit(moves)
         return done
 
-    def _read_chunk(self, pieces: Sequence[Piece], first: int) -> Tensor:
-        """The tokens [lanes, slots] that follow the prompts which end in it, in their order."""
+    def _read_chunk(self, pieces: Sequence[Piece], first: int) -> tuple[Tensor, bool]:
+        """The logits [lanes, columns, words], and whether their columns are those in which prompts end, in order; else
+        they are the chunk's.
+        """
         chunk, lanes = self.schedule.chunk, len(self.documents)
         if not first:
             self.documents.fill_(-1)
@@ -219,8 +273,7 @@ class _Server:
         inputs = serving.inputs_of(self.model, ids, self.lanes, mask, positions, begins=not first, kept=kept)
         logits = self._run(serving.within_documents(inputs, self.documents, first), "lanes")
         self._written += chunk
-        best = logits.argmax(-1)
-        return best if "logits_to_keep" in inputs else best[:, kept]
+        return logits, "logits_to_keep" in inputs
 
     def _read_alone(self, work: Work) -> list[Work]:
         """A prompt of its own length, the same in every lane."""
@@ -229,7 +282,7 @@ class _Server:
         positions = torch.arange(ids.shape[1], device=self.device).expand(lanes, -1).contiguous()
         cache = self.engine.new_cache(lanes, self.length, None)
         found = self._call(ids, torch.ones_like(ids), positions, cache, "lanes", begins=True)
-        if self._is_done(work, int(found[:, -1].argmax(-1)[0])):
+        if self._is_done(work, *self._choose([work], found[:, -1:], [(0, 0)])):
             return [work]
         self._admit([(work, work.slot * lanes // self.num_slots, 0)])
         return []
@@ -256,17 +309,18 @@ class _Server:
         if not self.live:
             return []
         self._make_room()
-        found = self._call_slots()[:, -1].argmax(-1).tolist()
-        self.column += 1
         works = list(self.live.values())
-        return [work for work in works if self._is_done(work, found[work.slot])]
+        found = self._choose(works, self._call_slots()[:, -1:], [(work.slot, 0) for work in works])
+        self.column += 1
+        return [work for work, token in zip(works, found, strict=True) if self._is_done(work, token)]
 
     def _is_done(self, work: Work, token: int) -> bool:
         """Take a new token; whether it is the last one of the request, whose slot is free then."""
         work.tokens.append(token)
         self.newest[work.slot] = token
-        if token not in self.ends and len(work.tokens) < work.limit:
+        if token not in self.choices[work.number].ends and len(work.tokens) < work.limit:
             return False
+        del self.choices[work.number]
         self.live.pop(work.slot, None)
         self.schedule.give_back(work)
         return True

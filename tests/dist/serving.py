@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,18 +39,38 @@ def requests(name: str) -> list[autopar.Request]:
     return [autopar.Request(torch.randint(5, 96, (size,), generator=generator), new) for size, new in SIZES[name]]
 
 
-def alone(name: str) -> list[tuple[int, ...]]:
+def drawing(name: str) -> list[autopar.Request]:
+    """The same, of which two of three are drawn, each in its own way, and some end otherwise."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {}, {"do_sample": True, "temperature": 0.7, "top_k": 20, "seed": 5},
+        {"do_sample": True, "top_p": 0.8, "eos_token_id": [7, 9, 11, 40]},
+    )  # fmt: skip
+    return [replace(each, **kinds[number % 3]) for number, each in enumerate(requests(name))]
+
+
+def alone(name: str, asked: Callable[[str], list[autopar.Request]] = requests) -> list[tuple[int, ...]]:
     """The new tokens of each request, by transformers on one process."""
     model = sensitive_model(name)
     found = []
-    for request in requests(name):
+    for number, request in enumerate(asked(name)):
         ids: Any = request.prompt
+        torch.manual_seed(number if request.seed is None else request.seed)
         tokens = model.generate(
-            ids[None], max_new_tokens=request.max_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=ENDS[name],
-            attention_mask=torch.ones_like(ids[None]),
+            ids[None], max_new_tokens=request.max_new_tokens, pad_token_id=0, attention_mask=torch.ones_like(ids[None]),
+            eos_token_id=ENDS[name] if request.eos_token_id is None else request.eos_token_id, **request.options(),
         )  # fmt: skip
         found.append(tuple(tokens[0, len(ids) :].tolist()))
     return found
+
+
+def drawn(name: str, strategy: str) -> list[tuple[int, ...]]:
+    """The new tokens of each request."""
+    model = sensitive_model(name)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    compiled: Any = autopar.compile(model, mesh, strategy=strategy)
+    torch.manual_seed(torch.distributed.get_rank())
+    found = compiled.serve(drawing(name), slots=4, chunk=4, length=18, eos_token_id=ENDS[name])
+    return [each.tokens for each in sorted(found, key=lambda each: each.number)]
 
 
 def told() -> list[str]:

@@ -26,3 +26,12 @@ def test_each_request_has_the_tokens_of_its_own_generate(name: str, strategy: st
         # A token of all slots, and a chunk of prompts; alone, prompts of each length.
         assert programs == (1 + len({size for size, _ in serving.SIZES[name]}) if name == "lfm2" else 2)
         assert "request 0 is longer than what a slot has room for" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), [("qwen2", "tensor"), ("lfm2", "ddp")])
+def test_each_request_draws_as_its_own_generate(name: str, strategy: str) -> None:
+    """Breaks if requests share draws, take options or ends of others, or ranks draw each its own."""
+    want = serving.alone(name, serving.drawing)
+    assert want != serving.alone(name)
+    assert launch(serving.drawn, 2, name, strategy, timeout_s=300.0) == [want] * 2

@@ -200,6 +200,55 @@ def test_masks_of_a_models_own_stay(is_static: bool) -> None:
     assert spelled_out(kind)(kind(), None, None, "its own", None) == "its own"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.4, "top_k": 7},
+        {"do_sample": True, "temperature": 2.0, "top_p": 0.6},
+        {"do_sample": False},
+    ],
+)
+@pytest.mark.parametrize("penalty", [None, 1.7])
+def test_tokens_are_those_of_generate_alone(options: dict[str, Any], penalty: float | None) -> None:
+    """Breaks if a request draws other tokens than its own `generate()` with its seed, or leaves out an option, the
+    model's own, or what its rules say of tokens that are there already.
+    """
+    from autopar.base.huggingface.sampling import Chooser
+
+    torch.manual_seed(0)
+    model = _model(bos_token_id=1, eos_token_id=None, pad_token_id=0).eval()
+    with torch.no_grad():
+        model.lm_head.weight *= 40
+    model.generation_config.update(repetition_penalty=penalty, top_k=9, eos_token_id=None)
+    prompt, tokens = [3, 5, 3, 11], list[int]()
+    with torch.no_grad():
+        torch.manual_seed(7)
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, max_new_tokens=12, pad_token_id=0, attention_mask=torch.ones_like(ids), **options)
+        chooser = Chooser(model, prompt, 12, options, 7, torch.device("cpu"))
+        state = torch.get_rng_state()
+        for _ in range(12):
+            tokens.append(chooser.choose(model(torch.tensor([[*prompt, *tokens]])).logits[0, -1], tokens))
+    assert tokens == want[0, len(prompt) :].tolist()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert chooser.has_rules == (options["do_sample"] or penalty is not None)
+
+
+def test_what_a_request_says_of_draws_is_checked() -> None:
+    """Breaks if options of draws are left out without a word, or nonsense ends in a traceback of transformers."""
+    from autopar.base.huggingface.sampling import Chooser
+    from autopar.runtime.serving.serve import Asked, Request, _work
+
+    asked = Asked(1, 4, None, None, None)
+    with pytest.raises(
+        AutoparError, match=r"request 3 says how tokens are drawn(.|\n)*top_k, seed(.|\n)*do_sample=True"
+    ):
+        _work(3, Request([1, 2], 4, top_k=5, seed=1), asked)
+    with pytest.raises(AutoparError, match="cannot be answered so"):
+        Chooser(_model(), [1], 4, {"do_sample": True, "temperature": -1.0}, 0, torch.device("cpu"))
+
+
 def test_what_cannot_be_served_is_told() -> None:
     """Breaks if a model whose rows depend on each other serves requests with other tokens than alone."""
     serving.check_serves(_model())
