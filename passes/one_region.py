@@ -19,7 +19,9 @@ from autopar.passes import mutation
 from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
+from autopar.passes.chosen_experts import simplify_expert_loops
 from autopar.passes.chosen_rows import keep_rows
+from autopar.passes.dense_experts import simplify_dense_experts
 from autopar.passes.emptied import seen_dtype
 from autopar.passes.exported import clean_graph, graph_modules, origin_of
 from autopar.passes.indices import simplify_batched_index, simplify_masked_write, simplify_pieces
@@ -48,7 +50,9 @@ def to_program(
     words.take_notes(graph)
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
+    simplify_expert_loops(graph, origins)
     keep_rows(graph, origins)
+    simplify_dense_experts(graph, origins)
     simplify_pieces(graph, origins)
     simplify_substitution(graph, origins)
     simplify_strided(graph, origins)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from autopar.base.errors import AutoparError
 from autopar.cost.exchanges import exchange_axis
 from autopar.ir.choices import Choice
-from autopar.ir.classes import Key
+from autopar.ir.classes import Key, value_name
 from autopar.ir.graphs import operands_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
@@ -22,6 +23,16 @@ from autopar.strategies.axis import AxisStrategy, ParameterMode
 _FACTORS = {"whole": "e", "widths": "f"}
 _SOME = ("whole", "exchange")
 """What strategies ask by which each rank has some experts."""
+
+_LAID: frozenset[ParameterMode] = frozenset({"shard", "replicate"})
+"""What an axis may do to parameters that are laid together for experts: whole where none of their dims divides."""
+_aten = torch.ops.aten
+_LAYING = (
+    _aten.stack.default, _aten.cat.default, _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default,
+    _aten.permute.default, _aten.transpose.int, _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dim,
+    _aten.clone.default, _aten.alias.default, _aten._to_copy.default, _aten.to.dtype,
+)  # fmt: skip
+"""What lays parameters together for experts, and leaves what they say."""
 
 
 def is_experts(node: fx.Node) -> bool:
@@ -69,20 +80,84 @@ def _is_unasked_exchange(option: NodeStrategy, strategies: Sequence[AxisStrategy
     return strategy.experts != "exchange" and not (strategy.experts == "free" and strategy.leaves_storage)
 
 
-def are_exchanged(program: Program, strategy: AxisStrategy, uses: Sequence[Key]) -> bool:
-    """Whether a parameter, of which these are the slots, is of experts that an axis of this strategy exchanges."""
-    return strategy.experts == "exchange" and any(_is_of_experts(program.region(name), at) for _, name, at in uses)
+class OfExperts:
+    """What of a program's parameters experts are given, as they are or laid together: stacked, viewed, turned. Such a
+    value, and its gradient, may go from pieces of every expert to some experts whole, over an axis of which each rank
+    has some experts: those that are modules of their own are stored so.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._found: dict[str, tuple[frozenset[fx.Node], frozenset[str]]] = {}
+
+    def are_exchanged(self, strategy: AxisStrategy, uses: Sequence[Key]) -> bool:
+        """Whether a parameter, of which these are the slots, is of experts that an axis of this strategy exchanges."""
+        return strategy.experts == "exchange" and any(self._is_read(name, at) for _, name, at in uses)
+
+    def modes(self, strategy: AxisStrategy, uses: Sequence[Key]) -> frozenset[ParameterMode]:
+        """What an axis may do to a parameter, of which these are the slots."""
+        if not self.are_exchanged(strategy, uses):
+            return strategy.parameters
+        return frozenset({"shard"}) if all(self._is_direct(name, at) for _, name, at in uses) else _LAID
+
+    def are_moved(self, region: Region, name: str) -> bool:
+        """Whether a value is what experts are given of parameters, or a gradient of that."""
+        return name in self._of(region)[1]
+
+    def _is_read(self, name: str, slot: int) -> bool:
+        region = self._program.region(name)
+        return _holder(region, slot) in self._of(region)[0]
+
+    def _is_direct(self, name: str, slot: int) -> bool:
+        holder = _holder(self._program.region(name), slot)
+        return any(is_experts(user) and holder in operands_of(user)[3:] for user in holder.users)
+
+    def _of(self, region: Region) -> tuple[frozenset[fx.Node], frozenset[str]]:
+        if region.name not in self._found:
+            self._found[region.name] = _laid(region)
+        return self._found[region.name]
 
 
-def modes(program: Program, strategy: AxisStrategy, uses: Sequence[Key]) -> frozenset[ParameterMode]:
-    """What an axis may do to a parameter, of which these are the slots."""
-    return frozenset({"shard"}) if are_exchanged(program, strategy, uses) else strategy.parameters
+def _holder(region: Region, slot: int) -> fx.Node:
+    return [node for node in region.graph.nodes if node.op == "placeholder"][slot]
 
 
-def _is_of_experts(region: Region, slot: int) -> bool:
-    """Whether a layer of experts reads it as their parameter."""
-    holder = [node for node in region.graph.nodes if node.op == "placeholder"][slot]
-    return any(is_experts(user) and holder in operands_of(user)[3:] for user in holder.users)
+def _laid(region: Region) -> tuple[frozenset[fx.Node], frozenset[str]]:
+    """The parameters that experts are given, and what is made of them for that, or of their gradients."""
+    slots = frozenset([node for node in region.graph.nodes if node.op == "placeholder"][: len(region.slots)])
+    holders, values = set[fx.Node](), set[fx.Node]()
+    for node in filter(is_experts, region.graph.nodes):
+        is_grad = str(node.target).startswith("autopar.experts_grad")
+        for place, operand in enumerate(operands_of(node)[4 if is_grad else 3 :]):
+            made = _made_of(operand)
+            if not made & slots or any(each.op == "placeholder" and each not in slots for each in made):
+                continue
+            if all(each in slots or each.target in _LAYING for each in made):
+                holders |= made & slots
+            values |= made - slots
+            if is_grad and made - slots:
+                values |= _made_with([user for user in node.users if user.args[1] == 2 + place])
+    return frozenset(holders), frozenset(map(value_name, values))
+
+
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """A node, and all that it is made of."""
+    found, waiting = {node}, [node]
+    while waiting:
+        more = [each for each in waiting.pop().all_input_nodes if each not in found]
+        found.update(more)
+        waiting += more
+    return found
+
+
+def _made_with(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that is made of them."""
+    found, waiting = set(nodes), list(nodes)
+    while waiting:
+        more = [each for each in waiting.pop().users if each not in found and each.op == "call_function"]
+        found.update(more)
+        waiting += more
+    return found
 
 
 def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, mesh: Mesh) -> AutoparError:

@@ -17,7 +17,6 @@ from autopar.ir.uneven import block_shape, may_split_padded
 from autopar.ir.values import Variable
 from autopar.passes.codes import is_coded
 from autopar.passes.heads import may_stay_whole
-from autopar.passes.placement import mixtures
 from autopar.passes.placement.columns import Column
 from autopar.passes.placement.layouts import ParameterChoice, layouts_of, parameter_choices
 from autopar.passes.placement.parts import Parts, Slot
@@ -69,7 +68,7 @@ class Parameters(Parts):
         if not variable.is_parameter:
             whole = replicated(len(self.sizes))
             return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))], [frozenset()]
-        allowed = [mixtures.modes(self.program, strategy, uses) for strategy in self.strategies]
+        allowed = [self.of_experts.modes(strategy, uses) for strategy in self.strategies]
         choices = parameter_choices(variable, self.sizes, self._stripes(uses), allowed)
         pinned_axes = set()
         for name in names:
@@ -106,7 +105,7 @@ class Parameters(Parts):
     def _required(
         self, choices: list[ParameterChoice], axis: int, strategy: AxisStrategy, variable: Variable, uses: Sequence[Key]
     ) -> list[ParameterChoice]:
-        if mixtures.are_exchanged(self.program, strategy, uses):
+        if self.of_experts.are_exchanged(strategy, uses):
             return [choice for choice in choices if choice.modes[axis] == "shard"] or choices
         if strategy.required in ("gather", "keep"):
             mode = strategy.required
@@ -138,7 +137,7 @@ class Parameters(Parts):
         price = 0.0
         whole = replicated(len(self.sizes))
         for axis, strategy in enumerate(self.strategies):
-            if mixtures.are_exchanged(self.program, strategy, uses):
+            if self.of_experts.are_exchanged(strategy, uses):
                 continue
             if strategy.reduces_whole and self.sizes[axis] > 1 and layout[axis] != PARTIAL:
                 term = tuple(PARTIAL if a == axis else REPLICATE for a in range(len(self.sizes)))

@@ -20,10 +20,11 @@ from autopar.ir.tensor_type import TensorType
 from autopar.machine.mesh import Mesh
 from autopar.passes.placement.columns import Column
 from autopar.passes.placement.layouts import ParameterChoice
+from autopar.passes.placement.mixtures import OfExperts
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.timeline import Timeline
 from autopar.solver.problem import Edge, Node, Usage
-from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.axis import ANY_COLLECTIVE, AxisStrategy
 from autopar.strategies.names import Pin, Pins
 
 
@@ -66,6 +67,7 @@ class Parts:
         self.beside: dict[str, frozenset[str]] = {}
         self.gathered, self.gathering = gathered, _with_gathers(mesh, strategies)
         self.excused = excused
+        self.of_experts, self.laying = OfExperts(program), _with_experts(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
         # of one bucket many times.
         self.bucketed = Redistribution(mesh, [strategy.collectives for strategy in strategies], latency=False)
@@ -225,4 +227,14 @@ def _with_gathers(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribut
     kinds = [
         s.collectives | {"all_gather", "reduce_scatter"} if s.inputs == "batch" else s.collectives for s in strategies
     ]
+    return Redistribution(mesh, kinds, latency=False)
+
+
+def _with_experts(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribution | None:
+    """Costs of moves of what experts are given of parameters: axes of which each rank has some experts may move it.
+    None where there is no such axis.
+    """
+    if all(s.experts not in ("whole", "exchange") for s in strategies):
+        return None
+    kinds = [ANY_COLLECTIVE if s.experts in ("whole", "exchange") else s.collectives for s in strategies]
     return Redistribution(mesh, kinds, latency=False)

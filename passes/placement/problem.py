@@ -217,6 +217,8 @@ class _Builder(ValueClasses, Parameters):
             readers = [each for each in self.known.members[self.known.of[key]] if each[0] == "slot"]
             # One layout for a parameter that several regions read may suit only one of them.
             return self.slot_costs if len(readers) == 1 else self.costs
+        if self.laying is not None and self.of_experts.are_moved(region, value_name(source)):
+            return self.laying
         if not region.module:
             if region.name not in self.beside:
                 self.beside[region.name] = values_beside(region)
