@@ -5,9 +5,9 @@
         y.index_add_(0, rows, expert[e](x[rows]) * weights[rows, k, None])
 
 Read where rows that a mask chooses are still marked as such (`chosen.py`): every round takes rows, makes of them what
-`expert_products.py` reads, and adds it where they come from. Rounds in a row of one form, with other parameters, are one
-operator: so an expert multiplies the rows that chose it, where all rows would be multiplied by all experts, and an axis
-may send tokens to experts. What a router drops is an expert that there is none of.
+`expert_products.py` reads, and adds it where they come from. Rounds in a row of one form, with other parameters, are
+one operator: so an expert multiplies the rows that chose it, where all rows would be multiplied by all experts, and an
+axis may send tokens to experts. What a router drops is an expert that there is none of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.nodes import map_nodes
 from autopar.operators.experts import experts  # noqa: F401 (the operator that this writes)
 from autopar.passes.chosen import CHOSEN, SPREAD
 from autopar.passes.expert_masks import Masks, choices_of, is_never
@@ -43,10 +42,23 @@ LEAST_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class _Weight:
+    """A number for each row, in the shape of a mask: a value, or of its dims behind the mask's one element. dtype: as
+    which rows are taken times it.
+    """
+
+    source: fx.Node
+    column: tuple[int, int] | None
+    dtype: torch.dtype
+
+    def value(self, build: Builder) -> fx.Node:
+        return self.source if self.column is None else build(_aten.select.int, self.source, *self.column)
+
+
+@dataclass(frozen=True, slots=True)
 class _Round:
     """One round. node: what it leaves, from `before`. x: of which it takes rows, [tokens, …, D]. mask: of them, with
-    `others` among its dims that x has not. weight: in the shape of the mask, and as which dtype rows are taken times
-    it; inward: whether before the expert sees them.
+    `others` among its dims that x has not. inward: whether rows are weighed before the expert sees them.
     """
 
     node: fx.Node
@@ -55,14 +67,13 @@ class _Round:
     mask: fx.Node
     others: tuple[int, ...]
     expert: Expert
-    weight: fx.Node | None
-    weight_dtype: torch.dtype | None
+    weight: _Weight | None
     inward: bool
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What rounds have in common that are one operator."""
-        weight = None if self.weight is None else (self.weight_dtype, self.inward)
+        weight = None if self.weight is None else (self.weight.dtype, self.inward)
         return self.expert.form, self.others, shape_of(self.mask), weight
 
 
@@ -73,7 +84,7 @@ def simplify_expert_loops(graph: fx.Graph, origins: dict[str, str]) -> None:
     _drop_impossible(graph)
     said = Said()
     rounds = {found.node: found for node in graph.nodes if (found := _round_of(node)) is not None}
-    for chain in _chains(rounds, said):
+    for chain in reversed(_chains(rounds, said)):  # what a chain begins with is still what it was
         _write(graph, origins, chain, said)
     graph.eliminate_dead_code()
 
@@ -91,7 +102,7 @@ def _chains(rounds: dict[fx.Node, _Round], said: Said) -> list[list[_Round]]:
     return [chain for chain in found if len(chain) >= LEAST_ROUNDS]
 
 
-def _leads_to(node: fx.Node, last: fx.Node, steps: int = 4) -> bool:
+def _leads_to(node: Any, last: Any, steps: int = 12) -> bool:
     """Whether what reads a node is a round, and nothing else."""
     return node is last or (
         steps > 0 and bool(node.users) and all(_leads_to(user, last, steps - 1) for user in node.users)
@@ -101,89 +112,113 @@ def _leads_to(node: fx.Node, last: fx.Node, steps: int = 4) -> bool:
 # ------------------------------------------------------------------------------------------------------------ a round
 
 
-def _round_of(node: fx.Node) -> _Round | None:
+def _round_of(node: Any) -> _Round | None:
     """The round that ends in a node: `before + where(mask, f(rows), 0)`."""
     if node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         for before, more in (node.args, node.args[::-1]):
             if isinstance(before, fx.Node) and isinstance(more, fx.Node) and (found := _added(more)) is not None:
                 return _read(node, before, *found)
-    if node.target is _aten.where.self:
-        place, rows, before = node.args
-        rows = stripped(rows)  # type: ignore[arg-type]
-        if rows.target is SPREAD and stripped(rows.args[1]) is stripped(place, views=True):  # type: ignore[arg-type]
-            more = _beside_own(rows, before)  # type: ignore[arg-type]
-            return None if more is None else _read(node, before, more, rows.args[1], ())  # type: ignore[arg-type]
-    return None
+    if node.target is not _aten.where.self:
+        return None
+    place, written, before = node.args
+    found = _spread(stripped(written))
+    if found is None or not _marks(place, *found[1:]):
+        return None
+    rows, mask, others = found
+    more = _beside_own(rows, before, mask, others)
+    return None if more is None else _read(node, before, more, mask, others)
 
 
-def _added(more: fx.Node) -> tuple[fx.Node, fx.Node, tuple[int, ...]] | None:
+def _spread(node: Any) -> tuple[fx.Node, fx.Node, tuple[int, ...]] | None:
+    """Of rows that are back where they come from: what they are, the mask, and the dims of it that are summed."""
+    return (*node.args, ()) if node.target is SPREAD else _added(node)
+
+
+def _added(more: Any) -> tuple[fx.Node, fx.Node, tuple[int, ...]] | None:
     """Of `where(mask, SPREAD(rows), 0)`, summed over dims of the mask: the rows, the mask and these dims."""
     more, dims = stripped(more), ()
     if more.target is _aten.sum.dim_IntList and len(more.args) == 2 and not more.kwargs:
         source: Any = more.args[0]
-        dims = tuple(dim % len(shape_of(source)) for dim in more.args[1])  # type: ignore[union-attr]
+        dims = tuple(dim % len(shape_of(source)) for dim in more.args[1])
         more = source
     if more.target not in _WHERE or more.args[2] != 0:
         return None
     rows: Any = more.args[1]
     if not isinstance(rows, fx.Node) or rows.target is not SPREAD:
         return None
-    return rows.args[0], rows.args[1], dims  # type: ignore[return-value]
+    spread: Any = rows
+    return spread.args[0], spread.args[1], dims
 
 
-def _beside_own(spread: fx.Node, before: fx.Node) -> fx.Node | None:
+def _marks(place: Any, mask: Any, others: tuple[int, ...]) -> bool:
+    """Whether a value says where a mask is set, at any of the others."""
+    place = stripped(place, views=True)
+    if not others:
+        return place is stripped(mask, views=True)
+    if place.target not in (_aten.ne.Scalar, _aten.not_equal.Scalar) or place.args[1] != 0:
+        return False
+    counts: Any = stripped(place.args[0])
+    if counts.target is not _aten.sum.dim_IntList or len(counts.args) != 2:
+        return False
+    return counts.args[0] is mask and tuple(dim % len(shape_of(mask)) for dim in counts.args[1]) == others
+
+
+def _beside_own(rows: Any, before: Any, mask: Any, others: tuple[int, ...]) -> fx.Node | None:
     """Of rows that are written back with more added to them, what is added."""
-    value: Any = stripped(spread.args[0])  # type: ignore[arg-type]
+    value = stripped(rows)
     if value.target is not _aten.add.Tensor or len(value.args) != 2 or value.kwargs:
         return None
     for own, more in (value.args, value.args[::-1]):
-        if isinstance(own, fx.Node) and own.target is CHOSEN and isinstance(more, fx.Node):
-            x, _, dim, number = own.args
-            if x is before and dim == 0 and number == shape_of(value)[0]:
+        if isinstance(own, fx.Node) and isinstance(more, fx.Node):
+            if _taken(own, mask, shape_of(value)[0], others) is before:
                 return more
     return None
 
 
-def _read(node: fx.Node, before: fx.Node, rows: fx.Node, mask: fx.Node, others: tuple[int, ...]) -> _Round | None:
+def _read(node: Any, before: Any, rows: Any, mask: Any, others: tuple[int, ...]) -> _Round | None:
     """others: dims of the mask over which what comes of rows is summed."""
     dtype, number = node.meta["val"].dtype, shape_of(rows)[0]
     rows = stripped(rows, views=True)
     if is_cast(rows):  # back from the dtype of weights
-        rows = stripped(rows.args[0], views=True)  # type: ignore[arg-type]
-    weight = cast = None
+        rows = stripped(rows.args[0], views=True)
+    weight = None
     if (times := _times_weight(rows, mask, number)) is not None:
-        rows, weight, cast = times
+        rows, weight = times
     expert = read_expert(product_of(rows), lambda each: _is_of_rows(each, number))
     if expert is None:
         return None
     source, inward = expert.x, False
     if weight is None and (times := _times_weight(source, mask, number)) is not None:
-        source, weight, cast = times
-        inward = True
+        (source, weight), inward = times, True
     taken = _taken(source, mask, number, others)
     if taken is None or {taken.meta["val"].dtype, expert.x.meta["val"].dtype} != {dtype}:
         return None
-    return _Round(node, before, taken, mask, others, expert, weight, cast, inward)
+    return _Round(node, before, taken, mask, others, expert, weight, inward)
 
 
-def _times_weight(rows: fx.Node, mask: fx.Node, rows_number: int) -> tuple[fx.Node, fx.Node, torch.dtype] | None:
-    """Of rows [S, D] times a number each: the rows, the numbers in the shape of the mask, and as which dtype."""
+def _times_weight(rows: Any, mask: Any, number: int) -> tuple[fx.Node, _Weight] | None:
+    """Of rows [S, D] times a number each: the rows, and the numbers."""
     if rows.target is not _aten.mul.Tensor:
         return None
     for one, other in (rows.args, rows.args[::-1]):
         if not isinstance(other, fx.Node) or not isinstance(one, fx.Node) or shape_of(other)[-1:] != (1,):
             continue
-        cast, number = other.meta["val"].dtype, stripped(other, views=True)
-        while is_cast(number):
-            number = stripped(number.args[0], views=True)  # type: ignore[arg-type]
-        if number.target is CHOSEN and number.args[3] == rows_number and number.args[2] == 0:
-            source: Any = number.args[0]
-            if math.prod(shape_of(source)) == math.prod(shape_of(mask)):
-                return stripped(one, views=True), source, cast
+        dtype, taken, column = other.meta["val"].dtype, stripped(other, views=True), None
+        while is_cast(taken):
+            taken = stripped(taken.args[0], views=True)
+        if taken.target is _aten.select.int and taken.args[1] != 0:
+            column = taken.args[1] % len(shape_of(taken.args[0])) + len(shape_of(mask)) - 1, taken.args[2]
+            taken = stripped(taken.args[0])
+        if taken.target is not CHOSEN or taken.args[2:] != (0, number):
+            continue
+        source: Any = taken.args[0]
+        behind = [size for dim, size in enumerate(shape_of(source)) if column is None or dim != column[0]]
+        if math.prod(behind) == math.prod(shape_of(mask)):
+            return stripped(one, views=True), _Weight(source, column, dtype)
     return None
 
 
-def _is_of_rows(node: fx.Node, number: int) -> bool:
+def _is_of_rows(node: Any, number: int) -> bool:
     """Whether a value is made of rows of which there are so many."""
     waiting, seen = [node], {node}
     while waiting:
@@ -196,15 +231,15 @@ def _is_of_rows(node: fx.Node, number: int) -> bool:
     return False
 
 
-def _taken(rows: fx.Node, mask: fx.Node, number: int, others: tuple[int, ...]) -> fx.Node | None:
+def _taken(rows: Any, mask: Any, number: int, others: tuple[int, ...]) -> fx.Node | None:
     """Of what rows are taken: [tokens, …, D], whose dims are the mask's but for the others, and D."""
     rows = stripped(rows, views=True)
     if rows.target is not CHOSEN or rows.args[3] != number or shape_of(rows.args[1]) != shape_of(mask):
         return None
     x, _, at, _ = rows.args
-    dims: list[int | None] = [*(None,) * at, *range(len(shape_of(mask)))]  # type: ignore[operator, list-item]
+    dims: list[int | None] = [*(None,) * at, *range(len(shape_of(mask)))]
     behind = len(shape_of(x)) - len(dims)
-    if behind != 1 or any(size != 1 for size in shape_of(x)[:at]):  # type: ignore[misc]
+    if behind != 1 or any(size != 1 for size in shape_of(x)[:at]):
         return None
     wanted = [dim for dim in range(len(shape_of(mask))) if dim not in others]
     node: Any = x
@@ -234,7 +269,7 @@ def _drop_impossible(graph: fx.Graph) -> None:
             more = more.args[0]
         if isinstance(more, fx.Node) and more.target in _WHERE and not isinstance(more.args[1], fx.Node):
             if isinstance(more.args[1], float) and math.isnan(more.args[1]):
-                if is_never(stripped(more.args[0], views=True)):  # type: ignore[arg-type]
+                if is_never(stripped(more.args[0], views=True)):
                     node.replace_all_uses_with(before)
 
 
@@ -251,9 +286,9 @@ def _write(graph: fx.Graph, origins: dict[str, str], chain: Sequence[_Round], sa
     if first.weight is None:
         weights = build(_aten.new_ones.default, x, list(shape_of(chosen.indices)))
     else:
-        weights = chosen.of([_some(each.weight) for each in chain])
-        if weights.meta["val"].dtype != first.weight_dtype:
-            weights = build(_aten.to.dtype, weights, first.weight_dtype)
+        weights = chosen.of([each.weight.value(build) for each in chain if each.weight is not None])
+        if weights.meta["val"].dtype != first.weight.dtype:
+            weights = build(_aten.to.dtype, weights, first.weight.dtype)
     parameters = parameters_of(build, [each.expert for each in chain], lambda parts: masks.together(parts))
     made = (weighed_inward if first.inward else experts_of)(build, x, chosen.indices, weights, parameters, first.expert)
     if shape_of(made) != shape_of(last.node):
@@ -264,9 +299,7 @@ def _write(graph: fx.Graph, origins: dict[str, str], chain: Sequence[_Round], sa
     last.node.replace_all_uses_with(made)
 
 
-def weighed_inward(
-    build: Builder, x: fx.Node, indices: fx.Node, weights: fx.Node, parameters: Any, expert: Expert
-) -> fx.Node:
+def weighed_inward(build: Builder, x: Any, indices: Any, weights: fx.Node, parameters: Any, expert: Expert) -> fx.Node:
     """Experts that are given tokens times weights: rows [T K, D], one choice each."""
     (tokens, num), width = shape_of(indices), shape_of(x)[-1]
     wide = build(_aten.unsqueeze.default, x, 1) if num > 1 else x
@@ -282,8 +315,3 @@ def weighed_inward(
     if num == 1:
         return made
     return build(_aten.sum.dim_IntList, build(_aten.reshape.default, made, [tokens, num, width]), [1])
-
-
-def _some(node: fx.Node | None) -> fx.Node:
-    assert node is not None
-    return node

@@ -90,7 +90,7 @@ def _write(build: Builder) -> None:
     node.replace_all_uses_with(write(build, x, scores.indices, top, parameters, expert))
 
 
-def _of_experts(build: Builder, parameter: fx.Node, num: int) -> fx.Node:
+def _of_experts(build: Builder, parameter: Any, num: int) -> fx.Node:
     """A parameter of all experts: biases may lie as [E, 1, out]."""
     shape = shape_of(parameter)
     if len(shape) == 3 and shape[1] == 1 and math.prod(shape) == num * shape[-1]:
@@ -102,11 +102,11 @@ def _flat(node: Any) -> Any:
     """What a value is a view of, which lays dims together or takes them apart."""
     node = stripped(node)
     while isinstance(node, fx.Node) and node.target in _VIEWS:
-        node = stripped(node.args[0])  # type: ignore[arg-type]
+        node = stripped(node.args[0])
     return node
 
 
-def _times_scores(node: fx.Node, num: int, tokens: int) -> tuple[fx.Node, _Scores] | None:
+def _times_scores(node: Any, num: int, tokens: int) -> tuple[fx.Node, _Scores] | None:
     """Of a product of rows [E T, D], or [E, T, D], and scores: both."""
     if node.target is not _aten.mul.Tensor:
         return None
@@ -122,27 +122,28 @@ def _times_scores(node: fx.Node, num: int, tokens: int) -> tuple[fx.Node, _Score
     return None
 
 
-def _scores(table: fx.Node) -> _Scores | None:
+def _scores(table: Any) -> _Scores | None:
     steps: list[fx.Node] = []
     node = stripped(table)
     while _is_step(node):
         steps.insert(0, node)
-        node = stripped(node.args[0])  # type: ignore[arg-type]
+        node = stripped(node.args[0])
     if node.target is not _aten.scatter.src or len(node.args) != 4 or node.kwargs:
         return None
     base, dim, indices, top = node.args
     rest = _number_of(base)
     if dim not in (1, -1) or rest is None or shape_of(top) != shape_of(indices) or not _differ(indices):
         return None
-    if shape_of(indices)[0] != shape_of(base)[0] or base.meta["val"].dtype != top.meta["val"].dtype:  # type: ignore[union-attr]
+    if shape_of(indices)[0] != shape_of(base)[0] or base.meta["val"].dtype != top.meta["val"].dtype:
         return None
-    value = torch.full((1,), rest, dtype=base.meta["val"].dtype)  # type: ignore[union-attr]
+    value = torch.full((1,), rest, dtype=base.meta["val"].dtype)
     for step in steps:
-        value = step.target(*(value if each is step.args[0] else each for each in step.args), **step.kwargs)  # type: ignore[operator]
-    return _Scores(indices, top, tuple(steps)) if value.item() == 0 else None  # type: ignore[arg-type]
+        compute: Any = step.target
+        value = compute(*(value if each is step.args[0] else each for each in step.args), **step.kwargs)
+    return _Scores(indices, top, tuple(steps)) if value.item() == 0 else None
 
 
-def _is_step(node: fx.Node) -> bool:
+def _is_step(node: Any) -> bool:
     """Whether a node computes each number of its operand alone, of nothing else."""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or is_cast(node)
     return node.op == "call_function" and pointwise and list(node.all_input_nodes) == [node.args[0]]
@@ -170,19 +171,18 @@ def _differ(indices: Any) -> bool:
     return dim in (1, -1) and len(shape_of(indices)) == 2
 
 
-def _repeated(node: fx.Node, num: int) -> fx.Node | None:
-    """x[T, D] of which a value [E T, D], or [E, T, D], has so many copies, one after the other."""
+def _repeated(node: Any, num: int) -> fx.Node | None:
+    """x[T, D] of which a value [E T, D], or [E, T, D], has so many copies, one after the other; x itself, too."""
+    source: Any = node
     if node.target is _aten.repeat.default:
-        x, times = node.args
-        return x if list(times) in ([num, 1], [num, 1, 1]) and _is_one(x) else None  # type: ignore[arg-type, return-value]
+        source, times = node.args
+        return source if len(shape_of(source)) == 2 and list(times) in ([num, 1], [num, 1, 1]) else None
     if node.target is _aten.expand.default:
-        x = node.args[0]
-        return _flat(x) if shape_of(x)[0] == 1 and len(shape_of(x)) == 3 else None
-    return None
-
-
-def _is_one(x: Any) -> bool:
-    return len(shape_of(x)) == 2
+        source = stripped(node.args[0])
+        if shape_of(source)[:1] != (1,) or source.target not in _VIEWS:
+            return None
+        source = stripped(source.args[0])
+    return source if len(shape_of(source)) == 2 else None
 
 
 def _gives_nothing_of_0(expert: Expert) -> bool:

@@ -50,14 +50,14 @@ class Masks:
             return table
         return self.build(_aten.stack.default, list(parts))
 
-    def by_token(self, x: fx.Node, last: int | None = None) -> fx.Node:
+    def by_token(self, x: Any, last: int | None = None) -> fx.Node:
         """x[M] as [T, K]; with `last`, x[M, last] as [T, K, last]."""
         rank = len(self.shape)
         order = [dim for dim in range(rank) if dim not in self.others] + list(self.others)
         count = math.prod(self.shape[dim] for dim in self.others)
         order += range(rank, len(shape_of(x)))
-        if x.target is _aten.permute.default and [x.args[1][dim] for dim in order] == list(range(len(order))):  # type: ignore[index]
-            x = x.args[0]  # type: ignore[assignment]
+        if x.target is _aten.permute.default and [x.args[1][dim] for dim in order] == list(range(len(order))):
+            x = x.args[0]
         elif order != list(range(len(order))):
             x = self.build(_aten.permute.default, x, order)
         shape = [math.prod(self.shape) // count, count, *(() if last is None else (last,))]
@@ -102,7 +102,7 @@ class Choices:
         return value if list(shape_of(value)) == shape else self.masks.build(_aten.reshape.default, value, shape)
 
 
-def _in_order(said: Said, rows: Sequence[tuple[fx.Node, int, int] | None], table: fx.Node, dim: int) -> bool:
+def _in_order(said: Said, rows: Sequence[tuple[fx.Node, int, int] | None], table: Any, dim: int) -> bool:
     """Whether values are all rows of a table, in order."""
     return all(
         row is not None and row[1:] == (dim, number) and said(row[0]) == said(table) for number, row in enumerate(rows)
@@ -116,10 +116,10 @@ def choices_of(masks: Masks) -> Choices:
     return numbered or _every(masks, masks.build(_aten.stack.default, list(masks.each), -1))
 
 
-def _conjuncts(mask: fx.Node) -> list[fx.Node]:
+def _conjuncts(mask: Any) -> list[fx.Node]:
     mask = stripped(mask)
     if mask.target in _ANDS:
-        return [part for each in mask.args for part in _conjuncts(each)]  # type: ignore[arg-type]
+        return [part for each in mask.args for part in _conjuncts(each)]
     return [mask]
 
 
@@ -202,10 +202,10 @@ def _every(masks: Masks, wide: fx.Node) -> Choices:
     return Choices(masks, build(_aten.masked_fill.Scalar, numbers, none, num), every=True)
 
 
-# ------------------------------------------------------------------------------------------------- what a mask is made of
+# ------------------------------------------------------------------------------------------- what a mask is made of
 
 
-def _row_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+def _row_of(node: Any) -> tuple[fx.Node, int, int] | None:
     """The table, dim and number of which a node is a row."""
     node = stripped(node)
     if node.target is _aten.select.int:
@@ -224,54 +224,54 @@ def _row_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
             return None
     else:
         return None
-    shape = shape_of(source)
-    return source, dim % len(shape), number % shape[dim]  # type: ignore[operator, return-value]
+    sizes = shape_of(source)
+    return source, dim % len(sizes), number % sizes[dim]
 
 
-def _marks_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+def _marks_of(node: Any) -> tuple[fx.Node, int, int] | None:
     """The row whose numbers a mask marks."""
     node = stripped(node)
     marks = node.target in (_aten.ne.Scalar, _aten.not_equal.Scalar) and node.args[1] == 0
     if marks or (is_cast(node) and node.meta["val"].dtype == torch.bool):
-        return _row_of(node.args[0])  # type: ignore[arg-type]
+        return _row_of(node.args[0])
     return _row_of(node) if node.meta["val"].dtype == torch.bool else None
 
 
-def _equals(node: fx.Node) -> tuple[fx.Node, int] | None:
+def _equals(node: Any) -> tuple[fx.Node, int] | None:
     """index and e of `index == e`."""
     if node.target is _aten.eq.Scalar and type(node.args[1]) is int:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
+        return node.args[0], node.args[1]
     return None
 
 
-def _index_of(table: fx.Node) -> tuple[fx.Node, list[int]] | None:
+def _index_of(table: Any) -> tuple[fx.Node, list[int]] | None:
     """Of `one_hot(index).permute(order)`: index, and the order of dims, the last one that of the numbers."""
     node, order = _of_bool(table), list(range(len(shape_of(table))))
     while node.target in (_aten.permute.default, _aten.transpose.int):
         source: Any = node.args[0]
         moved = list(range(len(order)))
         if node.target is _aten.permute.default:
-            moved = [dim % len(order) for dim in node.args[1]]  # type: ignore[union-attr]
+            moved = [dim % len(order) for dim in node.args[1]]
         else:
             one, other = node.args[1:]
-            moved[one], moved[other] = moved[other], moved[one]  # type: ignore[index]
+            moved[one], moved[other] = moved[other], moved[one]
         order, node = [moved[dim] for dim in order], _of_bool(source)
-    return (node.args[0], order) if node.target is _aten.one_hot.default else None  # type: ignore[return-value]
+    return (node.args[0], order) if node.target is _aten.one_hot.default else None
 
 
-def _of_bool(node: fx.Node) -> fx.Node:
+def _of_bool(node: Any) -> Any:
     """What is 0 where a node is: through casts, and `x != 0`."""
     while True:
         before = node
         node = stripped(node)
         if is_cast(node) or (node.target in (_aten.ne.Scalar, _aten.not_equal.Scalar) and node.args[1] == 0):
-            if not node.args[0].meta["val"].is_floating_point():  # type: ignore[union-attr]
-                node = node.args[0]  # type: ignore[assignment]
+            if not node.args[0].meta["val"].is_floating_point():
+                node = node.args[0]
         if node is before:
             return node
 
 
-def is_one_at_most(node: fx.Node, dim: int) -> bool:
+def is_one_at_most(node: Any, dim: int) -> bool:
     """Whether no more than one element along a dim is other than 0."""
     node = _of_bool(node)
     rank = len(shape_of(node))
@@ -288,9 +288,9 @@ def is_one_at_most(node: fx.Node, dim: int) -> bool:
         return False
     before, after = shape_of(source), shape_of(node)
     if target is _aten.permute.default:
-        return is_one_at_most(source, node.args[1][dim] % rank)  # type: ignore[index, operator]
+        return is_one_at_most(source, node.args[1][dim] % rank)
     if target is _aten.transpose.int:
-        pair = [each % rank for each in node.args[1:]]  # type: ignore[operator]
+        pair = [each % rank for each in node.args[1:]]
         return is_one_at_most(source, pair[1 - pair.index(dim)] if dim in pair else dim)
     if target in (_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim):
         behind = math.prod(after[dim + 1 :])
@@ -302,7 +302,7 @@ def is_one_at_most(node: fx.Node, dim: int) -> bool:
     return False
 
 
-def _is_hit(said: Said, node: fx.Node, index: fx.Node, number: int) -> bool:
+def _is_hit(said: Said, node: Any, index: Any, number: int) -> bool:
     """Whether a mask says that any of an index is a number: beside `index == number` it says nothing."""
     counted = _counted(node, number)
     known = None if counted is None else _index_of(counted[0])
@@ -314,13 +314,13 @@ def _is_hit(said: Said, node: fx.Node, index: fx.Node, number: int) -> bool:
     )
 
 
-def _is_any(said: Said, node: fx.Node, table: fx.Node, dim: int, number: int) -> bool:
+def _is_any(said: Said, node: Any, table: Any, dim: int, number: int) -> bool:
     """Whether a mask says that anything of a row is set: beside the row it says nothing."""
     counted = _counted(node, number)
     return counted is not None and counted[1] == dim and said(_of_bool(counted[0])) == said(_of_bool(table))
 
 
-def _counted(node: fx.Node, number: int) -> tuple[fx.Node, int] | None:
+def _counted(node: Any, number: int) -> tuple[fx.Node, int] | None:
     """The table, and along which dim, of whose row of this number a mask says whether anything is set."""
     row = _row_of(node)
     if row is None or row[1:] != (0, number) or len(shape_of(row[0])) != 1:
@@ -337,23 +337,23 @@ def _counted(node: fx.Node, number: int) -> tuple[fx.Node, int] | None:
     return (table, left[0]) if len(left) == 1 and _is_count(table) else None
 
 
-def _is_count(node: fx.Node) -> bool:
+def _is_count(node: Any) -> bool:
     """Whether nothing in a table is below 0."""
     node = _of_bool(node)
     if node.meta["val"].dtype == torch.bool or node.target is _aten.one_hot.default:
         return True
     if node.target in (_aten.permute.default, _aten.transpose.int, _aten.view.default, _aten.reshape.default):
-        return _is_count(node.args[0])  # type: ignore[arg-type]
+        return _is_count(node.args[0])
     return node.target is _aten.mul.Tensor and all(isinstance(x, fx.Node) and _is_count(x) for x in node.args)
 
 
-def _unordered(node: fx.Node) -> fx.Node:
+def _unordered(node: Any) -> Any:
     while node.target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
-        node = stripped(node.args[0])  # type: ignore[arg-type]
+        node = stripped(node.args[0])
     return node
 
 
-def is_never(mask: fx.Node) -> bool:
+def is_never(mask: Any) -> bool:
     """Whether a mask is never set: of a number that no choice among fewer gives."""
     for part in _conjuncts(mask):
         if (equal := _equals(part)) is not None:
@@ -366,7 +366,7 @@ def is_never(mask: fx.Node) -> bool:
     return False
 
 
-def _bound(index: fx.Node) -> float:
+def _bound(index: Any) -> float:
     """The number that all of an index are below."""
     node: Any = _unordered(stripped(index))
     if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in _CHOSEN_BY:

@@ -63,27 +63,28 @@ class Expert:
         return self.act, self.gated, self.interleaved, products
 
 
-def is_cast(node: fx.Node) -> bool:
+def is_cast(node: Any) -> bool:
     """Whether a node is its operand in another dtype."""
     return node.target in _CASTS and set(node.kwargs) <= {"dtype"}
 
 
-def stripped(node: fx.Node, *, views: bool = False) -> fx.Node:
+def stripped(node: Any, *, views: bool = False) -> Any:
     """What a node copies; through views that add or drop dims of size 1, or lay them together, too."""
     while isinstance(node, fx.Node):
         same = node.target in _SAME or (node.target is _aten.dropout.default and not (node.args[1] and node.args[2]))
         if not same and is_cast(node):
-            same = node.meta["val"].dtype == node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+            source: Any = node.args[0]
+            same = node.meta["val"].dtype == source.meta["val"].dtype
         if not same and views and node.target in _VIEWS:
             before, after = shape_of(node.args[0]), shape_of(node)
             same = [size for size in before if size != 1] == [size for size in after if size != 1]
         if not same:
             break
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
-def swapped(node: fx.Node) -> fx.Node | None:
+def swapped(node: Any) -> fx.Node | None:
     """What a node has with its last two dims swapped; None of others."""
     if node.target not in _SWAPS:
         return None
@@ -91,25 +92,25 @@ def swapped(node: fx.Node) -> fx.Node | None:
     rank = len(shape_of(source))
     order = list(range(rank))
     if node.target is _aten.permute.default:
-        order = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr]
+        order = [dim % rank for dim in node.args[1]]
     elif rank >= 2:
         first, second = node.args[1:] if node.target is _aten.transpose.int else (0, 1)
-        order[first], order[second] = order[second], order[first]  # type: ignore[index]
+        order[first], order[second] = order[second], order[first]
     return source if rank >= 2 and order == [*range(rank - 2), rank - 1, rank - 2] else None
 
 
 def product_of(node: Any) -> Product | None:
     """The product that a node is, with its bias; None of others."""
-    node = stripped(node, views=True) if isinstance(node, fx.Node) else node
-    if not isinstance(node, fx.Node) or node.op != "call_function":
+    node = stripped(node, views=True)
+    if getattr(node, "op", None) != "call_function":
         return None
     if node.target is _aten.linear.default:
         x, matrix, bias = (*node.args, None)[:3]
-        return Product(x, matrix, False, bias)  # type: ignore[arg-type]
+        return Product(x, matrix, False, bias)
     if node.target is _aten.addmm.default and not node.kwargs:
         bias, x, matrix = node.args
         found = _times(x, matrix)
-        return None if found is None or len(shape_of(bias)) != 1 else replace(found, bias=bias)  # type: ignore[arg-type]
+        return None if found is None or len(shape_of(bias)) != 1 else replace(found, bias=bias)
     if node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         for one, other in (node.args, node.args[::-1]):
             found = product_of(one)
@@ -119,7 +120,7 @@ def product_of(node: Any) -> Product | None:
     return _times(*node.args) if node.target in _PRODUCTS else None
 
 
-def _is_bias(node: fx.Node, product: Product) -> bool:
+def _is_bias(node: Any, product: Product) -> bool:
     """[out], or for each expert [E, 1, out]."""
     out = shape_of(product.matrix)[-1 if product.transposed else -2]
     experts = shape_of(product.matrix)[:-2]
@@ -130,7 +131,7 @@ def _is_bias(node: fx.Node, product: Product) -> bool:
 def _times(x: Any, matrix: Any) -> Product | None:
     if not all(isinstance(each, fx.Node) for each in (x, matrix)) or len(shape_of(matrix)) not in (2, 3):
         return None
-    if len(shape_of(matrix)) == 3 and len(shape_of(x)) != 3:
+    if len(shape_of(matrix)) == 3 and len(shape_of(x)) not in (2, 3):
         return None
     inner = swapped(matrix)
     return Product(x, matrix, True) if inner is None else Product(x, inner, False)
@@ -185,7 +186,7 @@ class _Reader:
             self._texts[node] = self._read(node)
         return self._texts[node]
 
-    def _read(self, node: fx.Node) -> str | None:
+    def _read(self, node: Any) -> str | None:
         if (half := _half_of(node)) is not None:
             place, form, source = half
             product = product_of(source)
@@ -215,28 +216,30 @@ class _Reader:
         return f"{target.overloadpacket.__name__}({', '.join(listed)})"
 
 
-def _half_of(node: fx.Node) -> tuple[int, str, fx.Node] | None:
+def _half_of(node: Any) -> tuple[int, str, fx.Node] | None:
     """Which half of a product's columns a node is, 0 or 1, whether `halves` or every second of the `columns`, and of
     which; None of others.
     """
     if node.target is operator.getitem:
-        parts, place = node.args
-        if isinstance(parts, fx.Node) and parts.target in (_aten.chunk.default, _aten.split.Tensor):
+        parts: Any = node.args[0]
+        place: Any = node.args[1]
+        if parts.target in (_aten.chunk.default, _aten.split.Tensor):
             source, size = parts.args[:2]
             width, dim = shape_of(source)[-1], parts.args[2] if len(parts.args) > 2 else 0
             twice = size == 2 if parts.target is _aten.chunk.default else size == width / 2
             if twice and width % 2 == 0 and dim in (-1, len(shape_of(source)) - 1):
-                return int(place), "halves", source  # type: ignore[arg-type, return-value]
+                return int(place), "halves", source
     if node.target is _aten.slice.Tensor:
-        source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+        given: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+        source, dim, start, end, step = given
         width = shape_of(source)[-1]
-        start, end = start or 0, width if end is None else min(end, width)  # type: ignore[operator, type-var]
+        start, end = start or 0, width if end is None else min(end, width)
         if dim not in (-1, len(shape_of(source)) - 1) or width % 2:
             return None
         if step == 2 and start in (0, 1) and end == width:
-            return start, "columns", source  # type: ignore[return-value]
+            return start, "columns", source
         if step == 1 and (start, end) in ((0, width // 2), (width // 2, width)):
-            return int(start > 0), "halves", source  # type: ignore[return-value]
+            return int(start > 0), "halves", source
     return None
 
 
@@ -278,7 +281,7 @@ def parameters_of(
     return Parameters(first, second, bias, second_bias, shape.interleaved or apart, transposed)
 
 
-def _some(node: fx.Node | None) -> fx.Node:
+def _some(node: Any | None) -> fx.Node:
     assert node is not None
     return node
 
@@ -291,7 +294,7 @@ def _alternating(build: Builder, parts: list[fx.Node], dim: int) -> fx.Node:
 
 
 def experts_of(
-    build: Builder, x: fx.Node, indices: fx.Node, weights: fx.Node, parameters: Parameters, expert: Expert
+    build: Builder, x: Any, indices: Any, weights: fx.Node, parameters: Parameters, expert: Expert
 ) -> fx.Node:
     """The operator. x[T, D]; indices[T, K], of which those below 0 and from E on are none; weights[T, K]."""
     operands = [x, indices, weights, parameters.first, parameters.second]
@@ -305,7 +308,7 @@ def experts_of(
     return build(_aten.add.Tensor, made, _of_each(build, x, indices, weights, parameters.second_bias))
 
 
-def _of_each(build: Builder, x: fx.Node, indices: fx.Node, weights: fx.Node, bias_ED: fx.Node) -> fx.Node:
+def _of_each(build: Builder, x: Any, indices: Any, weights: fx.Node, bias_ED: fx.Node) -> fx.Node:
     """What the biases of the second products add: apart, so that they count once where F is split."""
     tokens, experts = shape_of(x)[0], shape_of(bias_ED)[0]
     beside = build(_aten.new_zeros.default, weights, [tokens, experts + 1])
