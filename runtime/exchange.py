@@ -9,7 +9,8 @@ rounds, so that memory has a bound whatever the router does.
 The gradient goes the same way: with a token goes its gradient, and the token's and its weights' gradients come back.
 Those of the experts' parameters are complete where these are: nothing is summed over the axis.
 
-Experts may lie in other slots than their numbers say (`expert_layers.py`): tokens choose slots, then.
+Experts may lie in other slots than their numbers say (`expert_layers.py`), and visit other ranks (`visitors.py`): then
+tokens choose slots.
 
 A program may let the first round's tokens leave before it is at the experts (`Sent`), and go on while the last round's
 rows come home (`Coming`): what it does meanwhile reads neither.
@@ -20,7 +21,7 @@ Shape suffixes as in `autopar.operators.experts`, T of this rank; S rows of this
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from autopar.base.errors import AutoparError
 from autopar.operators.basic import wide_dtype
 from autopar.operators.rules.exchange_cost import ranks_of_token, rounds_of, rows_at_once
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.expert_layers import layer_at
+from autopar.runtime.expert_layers import ExpertLayer, layer_at
+from autopar.runtime.visitors import Visitors
 
 _operators = torch.ops.autopar
 Wait = Callable[[], Tensor]
@@ -104,10 +106,12 @@ class Sent:
     axis: over which. values: how many tensors go with each token: itself, or its gradient too.
     """
 
-    def __init__(self, comm: Communicator, axis: str, tensors: Sequence[Tensor], num_experts: int) -> None:
+    def __init__(
+        self, comm: Communicator, axis: str, tensors: Sequence[Tensor], num_experts: int, width: int | None = None
+    ) -> None:
         *values, indices, weights = tensors
         self.axis, self.values = axis, len(values)
-        self._rounds = rounds(comm, axis, indices, num_experts)
+        self._rounds = rounds(comm, axis, indices, num_experts, width)
         self._first: _Arriving | None = next(self._rounds).leave(values, indices, weights)
 
     def take(self, comm: Communicator, axis: str, values: int) -> tuple[_Arriving, Iterator[Round]]:
@@ -170,8 +174,12 @@ def _as_numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def rounds(comm: Communicator, axis: str, indices_TK: Tensor, num_experts: int) -> Iterator[Round]:
-    """The rounds of one exchange. num_experts: of this rank. Collective; the host waits for how many rows come."""
+def rounds(
+    comm: Communicator, axis: str, indices_TK: Tensor, num_experts: int, width: int | None = None
+) -> Iterator[Round]:
+    """The rounds of one exchange. num_experts: of this rank; width: slots of a rank, if there are others than those.
+    Collective; the host waits for how many rows come.
+    """
     (num_tokens, chosen), num_ranks = indices_TK.shape, comm.size(axis)
     at_once = rows_at_once(num_tokens, num_experts * num_ranks, chosen, num_ranks)
     if indices_TK.device.type == "meta":
@@ -181,7 +189,7 @@ def rounds(comm: Communicator, axis: str, indices_TK: Tensor, num_experts: int) 
         num_rows = round(pair) * num_ranks
         yield Round(comm, axis, indices_TK.new_empty(num_rows, dtype=torch.int64), rows)
         return
-    homes = indices_TK.long().div(num_experts, rounding_mode="floor")
+    homes = indices_TK.long().div(width or num_experts, rounding_mode="floor")
     goes = torch.stack([(homes == rank).any(1) for rank in range(num_ranks)])
     tokens = goes.nonzero()[:, 1]
     table: list[list[int]] = comm.all_gather(goes.sum(1)[None], axis, 0).tolist()
@@ -200,7 +208,10 @@ def send_tokens(comm: Communicator, axis: str, tensors: Sequence[Tensor], expert
     if comm.size(axis) == 1:
         return None
     *values, indices, weights = tensors
-    return Sent(comm, axis, (*values, _slots(comm, indices), weights), experts)
+    layer, _ = layer_at(comm)
+    visitors = Visitors.of(comm, layer)
+    width = experts if visitors is None else visitors.width
+    return Sent(comm, axis, (*values, _slots(layer, indices), weights), experts, width)
 
 
 def exchange_experts(
@@ -216,11 +227,12 @@ def exchange_experts(
     if comm.size(axis) == 1:
         made: Tensor = _operators.experts(*tensors, **options)
         return Coming([made], [made.dtype]) if later else made
-    options = options | {"start": options.get("start", 0) + comm.index(axis) * first.shape[0]}
+    placed = _Placed.of(comm, axis, layer, (first, second, *rest), options)
     coming = Coming([torch.zeros(x.shape, dtype=wide_dtype(x.dtype), device=x.device)], [x.dtype])
-    indices = _slots(comm, indices)
-    for part, here, routing in _here(comm, axis, (x,), indices, weights, first.shape[0], sent):
-        made = _operators.experts(here, *routing, first, second, *rest, **options)
+    for part, here, routing in _here(comm, axis, (x,), _slots(layer, indices), weights, placed.widths, sent):
+        made = _operators.experts(here, *routing, first, second, *rest, **placed.options)
+        if placed.guests is not None:
+            made += _operators.experts(here, *routing, *placed.guests, **placed.of_guests)
         del here, routing
         coming.add(part, [made], later)
         del made
@@ -239,35 +251,76 @@ def exchange_experts_grad(
         dx, dweights, *of_parameters = gradient(*tensors, **options)
         first_results = [Coming([dx, dweights], [dx.dtype, dweights.dtype])] if later else [dx, dweights]
         return (*first_results, *of_parameters)
-    options = options | {"start": options.get("start", 0) + comm.index(axis) * first.shape[0]}
-    indices, of_parameters = _slots(comm, indices), list[Tensor]()
+    layer, _ = layer_at(comm)
+    placed = _Placed.of(comm, axis, layer, (first, second, *rest), options)
+    of_parameters, of_guests = list[Tensor](), list[Tensor]()
     dx = torch.zeros(x.shape, dtype=wide_dtype(x.dtype), device=x.device)
     dweights = torch.zeros_like(weights)
     coming = Coming([dx, dweights], [x.dtype, weights.dtype])
-    for part, both, routing in _here(comm, axis, (g, x), indices, weights, first.shape[0], sent):
-        found = gradient(*both.chunk(2, 1), *routing, first, second, *rest, **options)
+    for part, both, routing in _here(comm, axis, (g, x), _slots(layer, indices), weights, placed.widths, sent):
+        found = gradient(*both.chunk(2, 1), *routing, first, second, *rest, **placed.options)
+        if placed.guests is not None:
+            theirs = gradient(*both.chunk(2, 1), *routing, *placed.guests, **placed.of_guests)
+            found = (found[0] + theirs[0], found[1] + theirs[1], *found[2:])
+            of_guests = _summed(of_guests, theirs[2:])
+            del theirs
         del both, routing
         coming.add(part, found[:2], later)
-        for total, more in zip(of_parameters, found[2:], strict=False):
-            total += more
-        of_parameters = of_parameters or list(found[2:])
+        of_parameters = _summed(of_parameters, found[2:])
         del found
+    if placed.visitors is not None:
+        placed.visitors.go(of_guests, of_parameters)
     return (coming, *of_parameters) if later else (*coming.take(), *of_parameters)
 
 
-def _slots(comm: Communicator, indices: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where the experts of an exchange lie. options: of the operator for those of this rank, of_guests for its guests,
+    whose parameters are `guests`; None where it has none. widths: experts of a rank, and its slots.
+    """
+
+    options: dict[str, Any]
+    widths: tuple[int, int]
+    visitors: Visitors | None = None
+    guests: Sequence[Tensor | None] | None = None
+    of_guests: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        comm: Communicator, axis: str, layer: ExpertLayer | None, parameters: Sequence[Tensor | None],
+        options: dict[str, Any],
+    ) -> _Placed:  # fmt: skip
+        """Collective where experts visit other ranks: their parameters come. parameters: of this rank's experts."""
+        assert parameters[0] is not None
+        num, visitors = parameters[0].shape[0], Visitors.of(comm, layer)
+        width = num if visitors is None else visitors.width
+        start = options.get("start", 0) + comm.index(axis) * width
+        own = options | {"start": start}
+        if visitors is None:
+            return _Placed(own, (num, width))
+        guests = visitors.come(parameters)
+        return _Placed(own, (num, width), visitors, guests, options | {"start": start + num})
+
+
+def _summed(totals: list[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
+    """Added to the totals in place; these themselves where there are none yet."""
+    for total, each in zip(totals, more, strict=False):
+        total += each
+    return totals or list(more)
+
+
+def _slots(layer: ExpertLayer | None, indices: Tensor) -> Tensor:
     """Where the experts lie that the tokens chose."""
-    layer, _ = layer_at(comm)
     return indices if layer is None else layer.numbers(indices)
 
 
 def _here(
-    comm: Communicator, axis: str, values: Sequence[Tensor], indices: Tensor, weights: Tensor, num_experts: int,
+    comm: Communicator, axis: str, values: Sequence[Tensor], indices: Tensor, weights: Tensor, widths: tuple[int, int],
     sent: Sent | None,
 ) -> Iterator[tuple[Round, Tensor, tuple[Tensor, Tensor]]]:  # fmt: skip
     """Each round, with its rows that are here and their routing. sent: what has left of it."""
     if sent is None:
-        left = rounds(comm, axis, indices, num_experts)
+        left = rounds(comm, axis, indices, *widths)
     else:
         arriving, left = sent.take(comm, axis, len(values))
         waits, part = [arriving.rows, arriving.routing], arriving.part

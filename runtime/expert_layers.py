@@ -25,15 +25,16 @@ LAYER = "_autopar_experts"
 
 class ExpertLayer:
     """One layer of experts, of all copies of a model. name: its module. num: of its experts. comm: of the ranks that
-    have them, ranks of its axis. slots: expert -> slot.
+    have them, ranks of its axis. slots: expert -> slot. guests: rank -> the experts that visit it (`visitors.py`).
     loads[num]: the tokens of this rank that chose each expert, where that is counted.
     """
 
     def __init__(self, planned: ExpertsInterface, num: int, comm: Communicator) -> None:
         self.planned, self.num, self.comm, self.ranks = planned, num, comm, comm.size(planned.axis)
         self.slots: tuple[int, ...] = tuple(range(num))
+        self.guests: tuple[tuple[int, ...], ...] = ((),) * self.ranks
         self.loads: Tensor | None = None
-        self._tensor: Tensor | None = None
+        self._tensors: tuple[Tensor, Tensor] | None = None
 
     @property
     def name(self) -> str:
@@ -50,18 +51,42 @@ class ExpertLayer:
         """slot -> expert."""
         return inverse(self.slots)
 
-    def place(self, slots: Sequence[int]) -> None:
+    def place(self, slots: Sequence[int], guests: Sequence[Sequence[int]] = ()) -> None:
         """Say that experts lie so from now on."""
-        self.slots, self._tensor = tuple(slots), None
+        self.slots, self._tensors = tuple(slots), None
+        self.guests = tuple(map(tuple, guests)) or ((),) * self.ranks
+
+    @property
+    def spare(self) -> int:
+        """How many places for guests each rank has."""
+        return max(map(len, self.guests))
 
     def numbers(self, indices: Tensor) -> Tensor:
-        """The slots of experts, by their numbers; a number of no expert stays one."""
-        if self.is_home or indices.device.type == "meta":
+        """The slots of experts indices[T, K], by their numbers; a number of no expert stays one. Where there are guests
+        a rank has slots for them behind its own, and the tokens of an expert take turns.
+        """
+        if (self.is_home and not self.spare) or indices.device.type == "meta":
             return indices
-        if self._tensor is None or self._tensor.device != indices.device:
-            self._tensor = torch.tensor(self.slots, device=indices.device)
-        found = self._tensor[indices.long().clamp(0, self.num - 1)].to(indices.dtype)
-        return torch.where((indices >= 0) & (indices < self.num), found, indices)
+        places, counts = self._places(indices.device)
+        is_expert = (indices >= 0) & (indices < self.num)
+        chosen = indices.long().clamp(0, self.num - 1)
+        if not self.spare:
+            return torch.where(is_expert, places[chosen, 0].to(indices.dtype), indices)
+        turn = torch.arange(indices.shape[0], device=indices.device)[:, None] + self.comm.index(self.planned.axis)
+        return torch.where(is_expert, places[chosen, turn % counts[chosen]].to(indices.dtype), -1)
+
+    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[num, hosts] the slots of each expert, its own first; [num] how many it has."""
+        if self._tensors is None or self._tensors[0].device != device:
+            room, spare = self.num // self.ranks, self.spare
+            found = [[slot // room * (room + spare) + slot % room] for slot in self.slots]
+            for rank, own in enumerate(self.guests):
+                for place, expert in enumerate(own):
+                    found[expert].append(rank * (room + spare) + room + place)
+            most = max(map(len, found))
+            places = torch.tensor([each + each[:1] * (most - len(each)) for each in found], device=device)
+            self._tensors = places, torch.tensor(list(map(len, found)), device=device)
+        return self._tensors
 
     def count(self, indices: Tensor) -> None:
         """Add the choices of these tokens to the loads, if they are counted; nobody waits for it."""
@@ -105,6 +130,11 @@ def check_same_layers(comm: Communicator, interface: ProgramInterface) -> None:
 def is_placed(comm: Communicator) -> bool:
     """Whether any experts, of any stage, lie otherwise than at home."""
     return any(layer is not None and not layer.is_home for layer in comm.experts.values())
+
+
+def has_guests(comm: Communicator) -> bool:
+    """Whether any experts visit other ranks."""
+    return any(layer is not None and layer.spare for layer in comm.experts.values())
 
 
 def layer_at(comm: Communicator) -> tuple[ExpertLayer | None, bool]:

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, tensor_hooks, tree_leaves
-from autopar.machine.packing import busiest, packed
+from autopar.machine.packing import busiest, packed, replicated
 from autopar.runtime.engine import Engine
-from autopar.runtime.expert_layers import ExpertLayer, is_by_slots, is_placed, moved
+from autopar.runtime.expert_layers import ExpertLayer, has_guests, is_by_slots, is_placed, moved
 from autopar.runtime.holders import held_by
 from autopar.runtime.known import copies_of, optimizers
 from autopar.runtime.meeting import gathered, meet, together
@@ -44,13 +44,14 @@ _ON_ALL = "Call it on every rank, with the same loads: experts move between rank
 @dataclass(frozen=True, slots=True)
 class ExpertsPlaced:
     """A layer after `place_experts`. name: its module. before, after: the tokens of the busiest rank, for each that a
-    rank gets on the average, by the loads given. moved: how many experts went to another rank.
+    rank gets on the average, by the loads given. moved: how many experts went to another rank. guests: on all ranks.
     """
 
     name: str
     before: float
     after: float
     moved: int
+    guests: int = 0
 
 
 def expert_loads(self: Any) -> dict[str, list[int]]:
@@ -64,7 +65,7 @@ def expert_loads(self: Any) -> dict[str, list[int]]:
     return _loads(engine, _layers(engine))
 
 
-def place_experts(self: Any, loads: Mapping[str, Any] | None = None) -> tuple[ExpertsPlaced, ...]:
+def place_experts(self: Any, loads: Mapping[str, Any] | None = None, *, replicas: int = 0) -> tuple[ExpertsPlaced, ...]:
     """Move experts between the ranks of their axis, as many on each, so that each gets about as many tokens: the
     heaviest first to the rank that has least. Collective, between steps.
 
@@ -75,17 +76,20 @@ def place_experts(self: Any, loads: Mapping[str, Any] | None = None) -> tuple[Ex
     Args:
         loads: layer -> tokens of each expert, [experts] or [steps, experts], as `expert_loads` names layers; those
             left out stay. None: what was counted since `expert_loads()` was last asked.
+        replicas: how many experts of others each rank may have as guests, which take a part of their tokens: where one
+            expert has more than a rank's part, no other place of it helps. A guest's parameters go to it whenever its
+            layer runs, and its gradients back; that is sent, and takes its memory, beside what was planned.
 
     Raises:
-        AutoparError: before anything moves, on all ranks: loads of other layers or sizes, or that differ between
-            ranks; a plan that sends no tokens to experts; what cannot follow (an optimizer that is none of single
-            elements, states of other shapes, hooks on the experts' gradients), with its name.
+        AutoparError: before anything moves, on all ranks: no number of replicas; loads of other layers or sizes, or
+            that differ between ranks; a plan that sends no tokens to experts; what cannot follow (an optimizer that is
+            none of single elements, states of other shapes, hooks on the experts' gradients), with its name.
     """
     engine: Engine = self.autopar
     layers = _layers(engine)
     by = "loads that were counted" if loads is None else "loads that it was given"
-    meet(f"{WHAT} by {by}", engine.comm.timeout_s, _ON_ALL)
-    given = together(WHAT, lambda: _checked(layers, loads))
+    meet(f"{WHAT} by {by}, {replicas} replicas a rank", engine.comm.timeout_s, _ON_ALL)
+    given = together(WHAT, lambda: _checked(layers, loads, replicas))
     counts = _loads(engine, layers) if given is None else given
     if not any(map(sum, counts.values())):
         raise AutoparError(
@@ -94,15 +98,19 @@ def place_experts(self: Any, loads: Mapping[str, Any] | None = None) -> tuple[Ex
         )
     new = {layer.name: packed(counts[layer.name], layer.ranks, layer.slots)
            for layer in layers if sum(counts.get(layer.name, ()))}  # fmt: skip
-    found = [_gain(layer, counts[layer.name], new[layer.name]) for layer in layers if layer.name in new]
-    _move(engine, layers, new)
+    guests = {layer.name: replicated(counts[layer.name], layer.ranks, new[layer.name], replicas)
+              for layer in layers if layer.name in new}  # fmt: skip
+    found = [
+        _gain(layer, counts[layer.name], new[layer.name], guests[layer.name]) for layer in layers if layer.name in new
+    ]
+    _move(engine, layers, new, guests)
     return tuple(found)
 
 
 def experts_home(self: Any) -> None:
-    """Every expert back to the slot of its number. Collective; nothing where all are there."""
+    """Every expert back to the slot of its number, and no guests. Collective; nothing where it is so."""
     engine: Engine = self.autopar
-    if is_placed(engine.inner):
+    if is_placed(engine.inner) or has_guests(engine.inner):
         meet("bring experts home", engine.comm.timeout_s, "Call it on every rank: experts move between ranks")
         layers = [layer for layer in engine.inner.experts.values() if layer is not None]
         _move(engine, layers, {layer.name: tuple(range(layer.num)) for layer in layers})
@@ -112,7 +120,7 @@ def bring_home(engine: Engine, but: Optimizer | None = None) -> None:
     """As `CompiledModule.experts_home`. but: an optimizer whose states are at home already. Collective."""
     if is_placed(engine.inner):
         layers = [layer for layer in engine.inner.experts.values() if layer is not None]
-        _move(engine, layers, {layer.name: tuple(range(layer.num)) for layer in layers}, but)
+        _move(engine, layers, {layer.name: tuple(range(layer.num)) for layer in layers}, but=but)
 
 
 def _layers(engine: Engine) -> list[ExpertLayer]:
@@ -152,8 +160,12 @@ def _loads(engine: Engine, layers: Sequence[ExpertLayer]) -> dict[str, list[int]
     return {layer.name: found.get(layer.name, [0] * layer.num) for layer in layers}
 
 
-def _checked(layers: Sequence[ExpertLayer], loads: Mapping[str, Any] | None) -> dict[str, list[float]] | None:
+def _checked(
+    layers: Sequence[ExpertLayer], loads: Mapping[str, Any] | None, replicas: int
+) -> dict[str, list[float]] | None:
     """Tokens of each expert, as they are handed in; None where they are to be those counted."""
+    if type(replicas) is not int or replicas < 0:
+        raise AutoparError(f"{replicas!r} replicas a rank", remedy="Give a whole number from 0")
     if loads is None:
         return None
     known = {layer.name: layer for layer in layers}
@@ -178,11 +190,14 @@ def _checked(layers: Sequence[ExpertLayer], loads: Mapping[str, Any] | None) -> 
     return found
 
 
-def _gain(layer: ExpertLayer, loads: Sequence[float], slots: Sequence[int]) -> ExpertsPlaced:
+def _gain(
+    layer: ExpertLayer, loads: Sequence[float], slots: Sequence[int], guests: Sequence[Sequence[int]]
+) -> ExpertsPlaced:
     room, mean = layer.num // layer.ranks, sum(loads) / layer.ranks
-    before, after = (busiest(loads, layer.ranks, each) / mean for each in (layer.slots, slots))
+    before = busiest(loads, layer.ranks, layer.slots, layer.guests) / mean
+    after = busiest(loads, layer.ranks, slots, guests) / mean
     went = sum(one // room != other // room for one, other in zip(layer.slots, slots, strict=True))
-    return ExpertsPlaced(layer.name, before, after, went)
+    return ExpertsPlaced(layer.name, before, after, went, sum(map(len, guests)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,15 +210,16 @@ class _Rows:
 
 
 def _move(
-    engine: Engine, layers: Sequence[ExpertLayer], new: Mapping[str, tuple[int, ...]], but: Optimizer | None = None
-) -> None:
-    """Experts to their new slots, with all that lies as they do. Collective."""
+    engine: Engine, layers: Sequence[ExpertLayer], new: Mapping[str, tuple[int, ...]],
+    guests: Mapping[str, Sequence[Sequence[int]]] | None = None, but: Optimizer | None = None,
+) -> None:  # fmt: skip
+    """Experts to their new slots, with all that lies as they do; guests: who visits whom then. Collective."""
     for optimizer, copy in product(optimizers(), copies_of(engine)):
         if optimizer is not but:
             cut_states(optimizer, engine.inner, copy.parameter_ids)  # whole states that were loaded, as before a step
     gc.collect()  # a copy that one rank still has and another does not would be moved by one alone
     rows, said = together(WHAT, partial(_prepared, engine, layers, new, but))
-    every = gathered(WHAT, said)
+    every = gathered(WHAT, ((said[0], sorted((guests or {}).items())), *said[1:]))
     if odd := [rank for rank, each in enumerate(every) if each[0] != every[0][0]]:
         raise AutoparError(
             f"ranks would place experts otherwise: rank {odd[0]} than rank 0",
@@ -228,7 +244,7 @@ def _move(
             torch.autograd.graph.increment_version(each.parameters)
     for layer in layers:
         if layer.name in new:
-            layer.place(new[layer.name])
+            layer.place(new[layer.name], (guests or {}).get(layer.name, ()))
     for copy in copies_of(engine):
         copy.repeats = Repeats()
 

@@ -33,12 +33,15 @@ def compiled(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, kind:
 
 
 def odd(loads: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Loads under which every other expert goes elsewhere."""
-    return {name: [1 + 10 * (number % 2) + number for number in range(len(each))] for name, each in loads.items()}
+    """Loads under which every other expert goes elsewhere, and one has more than a rank's part."""
+    return {
+        name: [1 + 10 * (number % 2) + number + 200 * (number == 3) for number in range(len(each))]
+        for name, each in loads.items()
+    }
 
 
 def train(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, kind: str, folder: str) -> dict[str, Any]:
-    """Ten steps of AdamW, before two of which experts move; what is seen and saved then."""
+    """Ten steps of AdamW, before two of which experts move, and some visit others; what is seen and saved then."""
     model, batch = compiled(axes, sizes, strategy, kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, counted, moves = [], {}, []
@@ -48,7 +51,7 @@ def train(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, kind: st
             counted = model.expert_loads()
             moves += model.place_experts(counted)
         if step == SECOND:
-            moves += model.place_experts(odd(counted))
+            moves += model.place_experts(odd(counted), replicas=1)
         output = model.train_step(**each)
         losses.append(float(output.loss.detach()))
         optimizer.step()

@@ -30,7 +30,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where:
 @pytest.mark.parametrize("names", [("folded", "pipeline"), ("zero3", "tensor")])
 def test_training_with_experts_moved_twice_follows_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
     """Breaks if a token finds another expert than it chose, if an optimizer's states or what is saved stay behind, if
-    a layer is placed by another's loads, or if `state_dict`, a row or the whole of a parameter are seen by slots.
+    a layer is placed by another's loads, if gradients of guests get lost, or if `state_dict`, a row or the whole of a parameter are seen by slots.
     """
     wanted = placed_experts.eager(KIND)
     cases = [(*CASES[name], KIND, str(tmp_path / name)) for name in names]
@@ -42,6 +42,7 @@ def test_training_with_experts_moved_twice_follows_one_process(names: tuple[str,
             assert found["loads"] == wanted["loads"], where
             assert all(move.after < move.before for move in found["moves"] if move.moved), where
             assert sum(move.moved for move in found["moves"]) > 4, where
+            assert all(move.guests for move in found["moves"][2:]) and not any(m.guests for m in found["moves"][:2])
             same(found["state"], wanted["state"], where)
             same(found["home"], wanted["state"], where)
             same(found["averages"], wanted["averages"], where)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.machine.packing import busiest, packed
+from autopar.machine.packing import busiest, hosts_of, packed, replicated
 
 pytestmark = pytest.mark.unit
 
@@ -48,3 +48,25 @@ def test_is_a_permutation_that_is_no_worse(data: st.DataObject) -> None:
     assert sorted(found) == list(range(num))
     least = min(busiest(loads, ranks, each) for each in itertools.permutations(range(num)))
     assert busiest(loads, ranks, found) <= min(busiest(loads, ranks, now), 4 / 3 * least + 1e-9)
+
+
+def test_a_hot_expert_visits_the_others() -> None:
+    """Breaks if an expert with more than a rank's part stays on one rank, a rank has more guests than it may, or guests
+    that relieve nobody come.
+    """
+    loads, now = [90, 2, 2, 2, 2, 2], range(6)
+    guests = replicated(loads, 3, now, 1)
+    assert sorted(map(len, guests)) == [0, 1, 1] and hosts_of(6, 3, now, guests)[0] == (0, 1, 2)
+    assert busiest(loads, 3, now, guests) == 34
+    assert replicated(loads, 3, now, 0) == ((), (), ())
+    assert replicated([5] * 6, 3, now, 2) == ((), (), ())
+
+
+@given(st.lists(st.integers(0, 99), min_size=8, max_size=8), st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_guests_never_make_it_worse(loads: list[int], most: int) -> None:
+    """Breaks if an expert visits its own rank, or one twice, or makes the busiest rank busier."""
+    guests = replicated(loads, 4, range(8), most)
+    assert busiest(loads, 4, range(8), guests) <= busiest(loads, 4, range(8))
+    for rank, own in enumerate(guests):
+        assert len(own) <= most and len(set(own)) == len(own) and all(expert // 2 != rank for expert in own)

@@ -27,9 +27,13 @@ def layer_in(slots: tuple[int, ...], comm: Any) -> ExpertLayer:
     return layer
 
 
-def placed(case: Case, comm: Any, run: Any, slots: tuple[int, ...] = SLOTS, where: str = "layers.1") -> list[Tensor]:
+def placed(
+    case: Case, comm: Any, run: Any, slots: tuple[int, ...] = SLOTS, where: str = "layers.1",
+    guests: tuple[tuple[int, ...], ...] = (),
+) -> list[Tensor]:  # fmt: skip
     """What an exchange makes of parameters whose rows have moved; its gradients of them, back at home."""
     layer = layer_in(slots, comm)
+    layer.place(slots, guests)
     comm.experts = {"layers.1": layer, "layers.0": layer_in(tuple(range(EXPERTS)), comm)}
     home = tuple(range(EXPERTS))
     part = case.part
@@ -56,6 +60,47 @@ def test_an_exchange_finds_experts_that_have_moved(name: str, num: int, run: Any
     for number, wanted in enumerate(Case(indices, biased=True).whole()):
         found = torch.cat([each[number] for each in pieces])
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, n=number: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("run", [Case.on, Case.beside])
+@pytest.mark.parametrize("slots", [SLOTS, tuple(range(EXPERTS))])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_experts_that_visit_take_a_part_of_their_tokens(name: str, slots: tuple[int, ...], run: Any) -> None:
+    """Breaks if a guest computes with another's parameters, its gradients are lost or added to another expert, or a
+    token goes to none of its hosts or to two of them.
+    """
+    num, room = 4, 2
+    hosts = {5: (0, 1, 2, 3), 0: (1, 2), 3: (3, 0)}
+    guests = tuple(
+        tuple(expert for expert in (3, 5, 0) if rank in hosts[expert] and slots[expert] // room != rank)
+        for rank in range(num)
+    )
+    assert len(set(map(len, guests))) > 1  # some have more guests than others
+    indices = routing(name)
+    pieces = SimulatedMesh(("dp",), (num,)).run(
+        lambda comm: placed(Case(indices, biased=True), comm, run, slots, guests=guests)
+    )
+    for number, wanted in enumerate(Case(indices, biased=True).whole()):
+        found = torch.cat([each[number] for each in pieces])
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, n=number: f"{n}: {m}")
+
+
+def test_guests_relieve_the_rank_of_a_hot_expert() -> None:
+    """Breaks if tokens of an expert that visits others all go to its own rank, or to one of the others."""
+
+    def rows(guests: tuple[tuple[int, ...], ...]) -> list[int]:
+        def run(comm: Any) -> list[int]:
+            layer = layer_in(tuple(range(EXPERTS)), comm)
+            layer.place(layer.slots, guests)
+            slots = layer.numbers(comm.slice(routing("hot"), "dp", 0)[:, :1])
+            return slots.flatten().tolist()  # type: ignore[no-any-return]
+
+        return [slot for each in SimulatedMesh(("dp",), (4,)).run(run) for slot in each]
+
+    assert set(rows(((),) * 4)) == {5}
+    found = rows(((5,), (5,), (), (5,)))
+    ranks = [slot // 3 for slot in found]
+    assert [ranks.count(rank) for rank in range(4)] == [4, 4, 4, 4]
 
 
 def test_another_layer_stays_as_it_is() -> None:
