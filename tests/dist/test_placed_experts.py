@@ -30,7 +30,8 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where:
 @pytest.mark.parametrize("names", [("folded", "pipeline"), ("zero3", "tensor")])
 def test_training_with_experts_moved_twice_follows_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
     """Breaks if a token finds another expert than it chose, if an optimizer's states or what is saved stay behind, if
-    a layer is placed by another's loads, if gradients of guests get lost, or if `state_dict`, a row or the whole of a parameter are seen by slots.
+    a layer is placed by another's loads, if gradients of guests get lost, or if `state_dict`, a row or the whole of a
+    parameter are seen by slots.
     """
     wanted = placed_experts.eager(KIND)
     cases = [(*CASES[name], KIND, str(tmp_path / name)) for name in names]
