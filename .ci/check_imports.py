@@ -28,7 +28,7 @@ BESIDE = ("__init__.py", "py.typed", "pipeline.py")
 OWNERS = {
     "attention": ("fuse_attention",), "batch": ("batching",), "blocks": ("capture", "emptied", "one_region", "seeds"),
     "emission": ("emit", "batching"), "placement": ("place",), "stages": ("split_stages",), "outlining": ("outline",),
-    "differentiation": ("differentiate",),
+    "differentiation": ("differentiate",), "interleaving": ("interleave",),
 }  # fmt: skip
 """Who uses a folder of `passes/`, beside the planner and the views, which place and price by themselves."""
 OPTIONAL = (

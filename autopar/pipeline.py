@@ -41,6 +41,7 @@ from autopar.passes.name_values import name_values
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
 from autopar.passes.pad import pad
+from autopar.passes.pair import pair
 from autopar.passes.place import place
 from autopar.passes.read_codes import read_codes
 from autopar.passes.rematerialize import rematerialize
@@ -112,6 +113,7 @@ PLACE: tuple[Pass, ...] = (Pass("place", lambda program, request: _place(program
 """The one of them that is taken: for each limit and each price that is tried."""
 
 LOWER: tuple[Pass, ...] = (
+    Pass("pair", lambda program, request: pair(program) if request.together > 1 else program),
     Pass(
         "insert_collectives", lambda program, request: insert_collectives(program, halves=request.pipeline is not None)
     ),

@@ -100,6 +100,7 @@ def interface_of(program: Program) -> ProgramInterface:
 
     used = {name for call in program.calls for name in call.slots}
     reached = reached_by(program)
+    num_inputs, num_outputs = (len(each) // program.together for each in (program.inputs, program.outputs))
     parameters: list[TensorInterface] = []
     buffers: list[TensorInterface] = []
     for variable in program.variables:
@@ -114,7 +115,8 @@ def interface_of(program: Program) -> ProgramInterface:
         if uneven and layout is not None:
             item = replace(item, block=block_shape(variable, layout, program.mesh.sizes))
         if trained and program.training:
-            item = replace(item, reached_by=tuple(sorted(reached.get(variable.name, ()))))
+            places = {place % num_outputs for place in reached.get(variable.name, ())}
+            item = replace(item, reached_by=tuple(sorted(places)))
             item = replace(item, summed_over=_summed_over(layout, program.mesh) if layout else "")
         (parameters if variable.is_parameter else buffers).append(item)
     outputs = tuple(
@@ -129,10 +131,12 @@ def interface_of(program: Program) -> ProgramInterface:
         for name, ref in zip(program.output_names, program.outputs, strict=True)
     )
     inputs = tuple(tensor(p.name, p.type, placement.inputs.get(p.name, whole), False) for p in program.inputs)
+    beside = program.inputs[num_inputs].name.removeprefix(inputs[0].name) if program.together > 1 else ""
     if program.batching is not None:
         pairs = zip(outputs, program.batching.outputs, strict=True)
         outputs = tuple(replace(output, batch_dim=how.batch_dim, combine=how.combine) for output, how in pairs)
         inputs = tuple(replace(each, batch_dim=program.batching.inputs[each.name]) for each in inputs)
+    inputs, outputs = inputs[:num_inputs], outputs[:num_outputs]
     updates = tuple(
         tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], False)
         for name, ref in program.updates
@@ -141,8 +145,8 @@ def interface_of(program: Program) -> ProgramInterface:
     sizes = tuple(program.mesh.sizes)
     return ProgramInterface(
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
-        program.microbatches, updates, pipeline_interface(program), program.by_value, program.granted,
-        experts=exchanged_experts(program),
+        program.microbatches * program.together, updates, pipeline_interface(program), program.by_value,
+        program.granted, experts=exchanged_experts(program), beside=beside,
     )  # fmt: skip
 
 

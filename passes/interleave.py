@@ -14,38 +14,31 @@ Ensures: the same phase and numbers; an exchange beside which something can run 
                                                     y = mixed + shared
 
 What is independent is taken from right before the exchange, then from behind it; no more than takes as long as the
-exchange. What is beside another exchange, or sends tokens, or keys, by itself, stays where it is.
+exchange. What is beside another exchange, or sends tokens, or keys, by itself, stays where it is. Of two
+microbatches that go through the program together (pair.py) statements are woven (interleaving/weave.py), where that
+hides more.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 from torch import fx
 
-from autopar.cost import exchanges
 from autopar.cost.exchanges import Ways
 from autopar.cost.operator_time import region_seconds, ways_of
 from autopar.cost.under_way import hidden_beside
-from autopar.ir.nodes import NAME
 from autopar.ir.program import Program
 from autopar.ir.region import LoweredFunction, Region
-from autopar.ir.rings import SEND, TAKE, is_exchange, is_under_way, num_results, sends_inside
-from autopar.machine.mesh import Mesh
+from autopar.ir.rings import SEND, TAKE, is_exchange, is_under_way, sends_inside
+from autopar.passes.interleaving.apart import BESIDE, Beside, taken_apart
+from autopar.passes.interleaving.weave import woven
 
 WORTH = 0.02
 """An exchange is taken apart where so much of its seconds is hidden: three statements are more to read than one."""
 LEAST = 0.01
 """So much of an exchange's seconds a statement takes for whose sake it, and what it needs, is moved."""
-HOME = 2
-"""Of a gradient, how many results come home, the first ones: those of tokens and of weights."""
-BESIDE = "beside"
-"""In a node's meta: it runs beside an exchange."""
-
 _Following = Callable[[fx.Node], Iterable[fx.Node]]
 
 
@@ -53,19 +46,10 @@ def interleave(program: Program) -> Program:
     """Let exchanges run beside what does not depend on them."""
     regions = {}
     for region in program.regions:
-        lowered = {phase: _Phase(program, region, phase).interleaved() for phase in region.lowered}
+        lowered = {phase: _Phase(program, region, phase).ordered() for phase in region.lowered}
         if any(lowered[phase] is not region.lowered[phase] for phase in lowered):
             regions[region.name] = replace(region, lowered=lowered)
     return program.with_regions(regions) if regions else program
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What runs beside one exchange: first on the way there, then on the way home; in order."""
-
-    exchange: fx.Node
-    there: Sequence[fx.Node]
-    home: Sequence[fx.Node]
 
 
 class _Phase:
@@ -75,7 +59,16 @@ class _Phase:
         self.program, self.region, self.phase = program, region, phase
         self.lowered = region.lowered[phase]
 
+    def ordered(self) -> LoweredFunction:
+        """As it is predicted fastest; of two microbatches, which may run beside each other, perhaps woven."""
+        found = self.interleaved()
+        if self.program.together == 1 or not any(map(self._moves, self.lowered.graph.nodes)):
+            return found
+        tried = woven(self.program, self.region, self.phase, self.seconds)
+        return tried if self._hidden(tried) > self._hidden(found) else found
+
     def interleaved(self) -> LoweredFunction:
+        """With what is independent next to exchanges beside them."""
         exchanges_ = [node for node in self.lowered.graph.nodes if self._moves(node) and not is_under_way(node)]
         if not exchanges_:
             return self.lowered
@@ -87,7 +80,7 @@ class _Phase:
             plan = self._plan(found.graph, exchange)
             if not plan.there and not plan.home:
                 continue
-            tried = _taken_apart(found, plan, self.region, self.program.on_mesh)
+            tried = taken_apart(found, plan, self.region, self.program.on_mesh)
             saved = self._hidden(tried) - self._hidden(found)
             if saved > WORTH * sum(self._ways(exchange)):
                 found = tried
@@ -104,7 +97,7 @@ class _Phase:
         name = exchange.meta["operator"]
         return ways_of(*self.region.ops[name], self.region.strategies[name], self.program.on_mesh)
 
-    def _plan(self, graph: fx.Graph, exchange: fx.Node) -> _Plan:
+    def _plan(self, graph: fx.Graph, exchange: fx.Node) -> Beside:
         """The independent statements next to the exchange that take as long as it is on the link, in two parts of which
         as much as can be is hidden.
         """
@@ -118,14 +111,14 @@ class _Phase:
         while behind and self._taken(chosen) < need:
             chosen.append(behind.pop(0))
         if not self._taken(chosen):
-            return _Plan(exchange, [], [])
+            return Beside(exchange, [], [])
 
         def hidden(cut: int) -> float:
             return min(self._taken(chosen[:cut]), ways.there_s) + min(self._taken(chosen[cut:]), ways.back_s)
 
         cut = max(range(len(chosen) + 1), key=hidden)
         there, home = (part if self._taken(part) else [] for part in (chosen[:cut], chosen[cut:]))
-        return _Plan(exchange, there, home)
+        return Beside(exchange, there, home)
 
     def _worth_moving(self, nodes: Sequence[fx.Node], need: float, following: _Following) -> list[fx.Node]:
         """Those that take a part of the exchange's time, and what has to move with them."""
@@ -163,102 +156,3 @@ def _reached(roots: Iterable[fx.Node], following: _Following) -> set[fx.Node]:
             found.add(node)
             waiting += following(node)
     return found
-
-
-def _taken_apart(lowered: LoweredFunction, plan: _Plan, region: Region, mesh: Mesh) -> LoweredFunction:
-    """A copy, with the same names, in which an exchange is two or three statements, with what runs beside it between
-    them.
-    """
-    writer = _Writer(lowered, plan, region, mesh)
-    for node in lowered.graph.nodes:
-        if node is plan.exchange:
-            writer.exchange()
-        elif node.target is operator.getitem and node.args[0] is plan.exchange and plan.home:
-            writer.pick(node)
-        elif node not in writer.moved:
-            writer.copy(node)
-    return replace(lowered, graph=writer.graph)
-
-
-class _Writer:
-    """Writes the copy. moved: what is not where it was."""
-
-    def __init__(self, lowered: LoweredFunction, plan: _Plan, region: Region, mesh: Mesh) -> None:
-        self.plan, self.graph, self._mesh = plan, fx.Graph(), mesh
-        self.moved = {*plan.there, *plan.home}
-        self._taken = {node.name for node in lowered.graph.nodes}
-        self._made: dict[fx.Node, fx.Node] = {}
-        name = plan.exchange.meta["operator"]
-        self._priced = (*region.ops[name], region.strategies[name])
-        self._is_single = num_results(plan.exchange) == 1
-
-    def copy(self, node: fx.Node) -> fx.Node:
-        """The statement as it is."""
-        made = self._made[node] = self.graph.node_copy(node, self._made.__getitem__)
-        return made
-
-    def exchange(self) -> None:
-        """Its statements, and what is between them."""
-        plan, exchange, sent = self.plan, self.plan.exchange, None
-        comm = self._made[exchange.args[0]]  # type: ignore[index]
-        if plan.there:
-            sent = self._send(comm)
-            self._beside(plan.there)
-        made = self.copy(exchange)
-        if sent is not None:
-            made.update_kwarg("sent", sent)
-        if plan.home:
-            made.update_kwarg("later", True)
-            self._beside(plan.home)
-            self._take(comm, made)
-
-    def pick(self, node: fx.Node) -> None:
-        """A result of an exchange whose first two come home by themselves."""
-        index: Any = node.args[1]
-        source, place = self._made[self.plan.exchange], index - HOME + 1
-        if index < HOME:
-            source, place = self._home, index
-        made = self.graph.create_node("call_function", operator.getitem, (source, place), name=node.name)
-        made.meta = dict(node.meta)
-        self._made[node] = made
-
-    def _send(self, comm: fx.Node) -> fx.Node:
-        exchange, (call, rule, strategy) = self.plan.exchange, self._priced
-        _, axis, *operands = exchange.args
-        tokens = [self._made[each] for each in operands[: 3 if self._is_single else 4]]  # type: ignore[index]
-        assert rule.exchange is not None
-        experts = rule.sizes[rule.exchange.key] // self._mesh.size(str(axis))
-        made = self._create("call_method", SEND, (comm, axis, *tokens), {"experts": experts}, "sent")
-        made.meta["origin"] = exchange.meta.get("origin", "")
-        made.meta["holds"] = partial(exchanges.under_way_bytes, "there", call, rule, strategy)
-        made.meta["buffers"] = partial(exchanges.sending_bytes, call, rule, strategy)
-        return made
-
-    def _take(self, comm: fx.Node, made: fx.Node) -> None:
-        exchange, priced, coming = self.plan.exchange, self._priced, made
-        if not self._is_single:
-            coming = self._create("call_function", operator.getitem, (made, 0), {}, "coming")
-        coming.meta["holds"] = partial(exchanges.under_way_bytes, "back", *priced)
-        self._home = home = self._create("call_method", TAKE, (comm, coming), {}, f"{exchange.name}_home")
-        home.meta["buffers"] = partial(exchanges.taking_bytes, *priced)
-        if self._is_single:
-            home.meta |= {key: value for key, value in exchange.meta.items() if key not in ("operator", "buffers")}
-            home.meta["buffers"] = partial(exchanges.taking_bytes, *priced)
-            home.meta[NAME] = exchange.meta.get(NAME) or exchange.name
-            made.meta[NAME] = home.meta[NAME]
-            self._made[exchange] = home
-        else:
-            home.meta["origin"] = exchange.meta.get("origin", "")
-            home.meta["num_results"] = HOME
-
-    def _beside(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            self.copy(node).meta[BESIDE] = True
-
-    def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> fx.Node:
-        """A new node, whose name no other has or will have."""
-        number, free = 0, name
-        while free in self._taken:
-            number, free = number + 1, f"{name}_{number + 1}"
-        self._taken.add(free)
-        return self.graph.create_node(op, target, args, kwargs, name=free)

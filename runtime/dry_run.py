@@ -18,7 +18,7 @@ from autopar.runtime.data_dependent import LargestSizes
 from autopar.runtime.event import Event
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import local_part_shape
-from autopar.runtime.loader import LoadedProgram, Tensors, load_program
+from autopar.runtime.loader import LoadedProgram, Tensors, load_program, split_together
 from autopar.runtime.microbatches import Batch, num_groups, whole_batch, whole_output
 from autopar.runtime.pieces import coordinates
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
@@ -61,9 +61,10 @@ def _run_dry(comm: Communicator, interface: ProgramInterface, source: str) -> li
 
 
 def _run(comm: RecordingComm, interface: ProgramInterface, program: LoadedProgram) -> None:
+    beside, interface = interface.beside, interface.of_program()
     state = _state(comm, interface, interface.parameters)
     whole = {entry.name: _empty(entry.shape, entry.dtype) for entry in interface.inputs}
-    inputs = program.split_inputs(comm, whole)
+    inputs = split_together(program, comm, whole, beside)
     seed = torch.zeros((), dtype=torch.int64, device="meta")
     held: dict[str, Tensor] = {}
     done = [program.forward(comm, state, held, inputs, seed) for _ in range(interface.microbatches)]

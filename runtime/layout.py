@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Partial, Shard, Sharding, redistribution_steps, splits_of
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import join, piece_of
@@ -144,3 +145,20 @@ def resized(x: Tensor, shape: Sequence[int]) -> Tensor:
             missing[dim] = size - x.shape[dim]
             x = torch.cat([x, x.new_zeros(missing)], dim)
     return x
+
+
+def in_blocks(interface: ProgramInterface, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state as the program takes it: uneven pieces padded with zeros."""
+    padded = dict(state)
+    for entry in interface.parameters:
+        if entry.block is not None and entry.name in state:
+            padded.update(dict.fromkeys((entry.name, *entry.aliases), resized(state[entry.name], entry.block)))
+    return padded
+
+
+def piece_of_block(comm: Communicator, value: Tensor, entry: TensorInterface) -> Tensor:
+    """What this rank holds of a tensor, out of the program's block."""
+    if entry.block is None:
+        return value
+    at = [comm.index(axis) for axis in comm.axes]
+    return resized(value, local_part_shape(entry.shape, entry.sharding, comm.sizes, at))

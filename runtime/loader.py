@@ -75,6 +75,19 @@ class LoadedProgram:
         return reads_seed(self.source, tuple(f"{stage.kind}_forward" for stage in self.stages) or ("forward",))
 
 
+def split_together(program: LoadedProgram, comm: Any, whole: Tensors, beside: str) -> Tensors:
+    """This rank's part of the inputs of all microbatches that go through the program together.
+
+    whole: by name; those of the second end with `beside`, "" where there is none.
+    """
+    if not beside:
+        return program.split_inputs(comm, whole)
+    others = {name.removesuffix(beside): x for name, x in whole.items() if name.endswith(beside)}
+    own = program.split_inputs(comm, {name: whole[name] for name in others})
+    found = program.split_inputs(comm, others)
+    return {**own, **{name + beside: found[name] for name in others}}
+
+
 def load_program(source: str, filename: str, compile_regions: bool | str = False) -> LoadedProgram:
     """Run the text as a module of its own. Tracebacks and debuggers show its lines, whether `filename` exists or not.
 

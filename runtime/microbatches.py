@@ -122,6 +122,27 @@ class Batch:
         """m, how many microbatches."""
         return self.interface.microbatches
 
+    @property
+    def together(self) -> list[tuple[int, ...]]:
+        """The microbatches that go through the program at once, in order. Where some have no part in an average, each
+        goes alone, twice: what it computes as 0 / 0 is no number, also times the other's nothing.
+        """
+        size = self.interface.together
+        if size == 1:
+            return [(i,) for i in range(self.num)]
+        if self.weights and not all(self.weights):
+            return [(i,) * size for i in range(self.num)]
+        return [tuple(range(first, first + size)) for first in range(0, self.num, size)]
+
+    def inputs_of(self, group: Sequence[int]) -> Tensors:
+        """What the program gets for these microbatches: `local_inputs` of each, by the names that they have there."""
+        suffixes = ("", self.interface.beside)
+        return {
+            name + suffix: x
+            for i, suffix in zip(group, suffixes, strict=False)
+            for name, x in self.local_inputs(i).items()
+        }
+
     def local_inputs(self, microbatch: int, own: frozenset[str] | None = None) -> Tensors:
         """This rank's part of one microbatch, on the communicator's device. own: the inputs that are here; None: all.
 

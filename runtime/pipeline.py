@@ -17,12 +17,12 @@ from autopar.ir.interface import PipelineInterface, ProgramInterface, TensorInte
 from autopar.ir.schedule import Action, Kind, Schedule
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.holders import holders, keepers, own_inputs
-from autopar.runtime.layout import local_part_shape
+from autopar.runtime.layout import in_blocks, local_part_shape
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import Batch
 from autopar.runtime.recording import Recorder
 from autopar.runtime.stage import StageRun, Work
-from autopar.runtime.step import Grads, in_blocks
+from autopar.runtime.step import Grads
 from autopar.strategies.pipelining.schedules import forward_only
 
 Order = tuple[tuple[str, ...], ...]

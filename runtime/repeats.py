@@ -28,12 +28,12 @@ from autopar.runtime.agreement import Call
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.executable import Executable
 from autopar.runtime.graphs import Capture, Graph, Run, StateUses, cuda_graph
+from autopar.runtime.layout import in_blocks
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import seed_of
 from autopar.runtime.placements import from_dtensor_placements
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.snapshot import Snapshot
-from autopar.runtime.step import in_blocks
 
 logger = logging.getLogger("autopar")
 

@@ -21,11 +21,11 @@ from autopar.ir.interface import StageInterface, TensorInterface
 from autopar.ir.sharding import Sharding
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Pending
-from autopar.runtime.layout import local_part_shape
+from autopar.runtime.layout import local_part_shape, piece_of_block
 from autopar.runtime.loader import LoadedStage, Tensors
 from autopar.runtime.microbatches import Batch, seed_of
 from autopar.runtime.recording import Recorder
-from autopar.runtime.step import Grads, given_gradient, piece_of_block
+from autopar.runtime.step import Grads, given_gradient
 from autopar.runtime.transfers import Transfers
 
 Values = tuple[Tensor, ...]

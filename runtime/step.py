@@ -16,7 +16,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, tr
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.layout import local_part_shape, redistribute, resized, shard
+from autopar.runtime.layout import in_blocks, local_part_shape, piece_of_block, redistribute, resized, shard
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seed_of, whole_output
 from autopar.runtime.placements import make_dtensor
@@ -59,14 +59,15 @@ class Step:
         """All microbatches' forwards. Each sees the buffers as the one before left them."""
         held: Tensors = {}
         state = in_blocks(self.batch.interface, state)
-        done: list[tuple[tuple[Tensor, ...], Any]] = []
+        done: list[tuple[Tensor, ...]] = []
+        kept: list[Any] = []
         states: list[Tensors] = []
-        for i in range(self.batch.num):
+        for group in self.batch.together:
             states.append(state)
-            outputs, saved, state = self._forward_one(i, state, held)
-            done.append((outputs, saved))
-        outputs = self._combined([outputs for outputs, _ in done])
-        return Forwarded(outputs, self._updates(state), [saved for _, saved in done], states, held)
+            outputs, saved, state = self._forward_of(group, state, held)
+            done += outputs
+            kept.append(saved)
+        return Forwarded(self._combined(done), self._updates(state), kept, states, held)
 
     def backward(self, states: Sequence[Tensors], saved: Sequence[Any], held: Tensors, grads: Grads) -> Tensors:
         """All microbatches' backwards; the local gradients by parameter name.
@@ -75,16 +76,19 @@ class Step:
         on is left out.
         """
         parts = [self._parts(grads, i) for i in range(self.batch.num)]
-        order = [i for i, part in enumerate(parts) if any(grad is not None for grad in part)]
+        groups = self.batch.together
+        order = [number for number, group in enumerate(groups) if _reached(parts, group)]
         gradients: Tensors = {}
         sums: Tensors = {}
-        for i in order:
-            with self._recorded(i):
-                gradients = self._backward_one(states[i], held, saved[i], parts[i], sums, i == order[-1])
+        for number in order:
+            group, is_last = groups[number], number == order[-1]
+            with self._recorded(group[0]):
+                gradients = self._backward_of(group, states[number], held, saved[number], parts, sums, is_last)
         return gradients
 
     def in_turn(self, state: Tensors, find_loss: Callable[[Sequence[Tensor]], int]) -> tuple[Forwarded, Tensors, int]:
-        """Forward and backward of one microbatch after the other, so that only one's activations live.
+        """Forward and backward of one microbatch after the other, so that only one's activations live, or those of as
+        many as go through the program together.
 
         find_loss: outputs of a microbatch -> the place of the loss among them, whose gradient is 1.
 
@@ -97,18 +101,19 @@ class Step:
         state = in_blocks(self.batch.interface, state)
         done: list[tuple[Tensor, ...]] = []
         parts: list[Grads] = []
-        loss = last = 0
-        for i in range(self.batch.num):
+        loss, last = 0, self.batch.together[0]
+        for group in self.batch.together:
             before = state
-            outputs, saved, state = self._forward_one(i, before, held)
-            done.append(outputs)
+            outputs, saved, state = self._forward_of(group, before, held)
+            done += outputs
             if not parts:
-                loss = find_loss(outputs)
-                parts = self._loss_parts(outputs, loss)
-                last = max(j for j, part in enumerate(parts) if any(grad is not None for grad in part))
-            if any(grad is not None for grad in parts[i]):
-                with self._recorded(i):
-                    gradients = self._backward_one(before, held, saved, parts[i], sums, i == last) or gradients
+                loss = find_loss(outputs[0])
+                parts = self._loss_parts(outputs[0], loss)
+                last = [each for each in self.batch.together if _reached(parts, each)][-1]
+            if _reached(parts, group):
+                with self._recorded(group[0]):
+                    found = self._backward_of(group, before, held, saved, parts, sums, group == last)
+                    gradients = found or gradients
             del saved
         return Forwarded(self._combined(done), self._updates(state), [], [], {}), gradients, loss
 
@@ -140,33 +145,56 @@ class Step:
     def _recorded(self, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self.recorder is None else self.recorder.program(self.batch.comm, microbatch)
 
-    def _forward_one(self, i: int, state: Tensors, held: Tensors) -> tuple[tuple[Tensor, ...], Any, Tensors]:
-        """Outputs, what backward needs, and the state with the buffers that changed."""
+    def _forward_of(
+        self, group: tuple[int, ...], state: Tensors, held: Tensors
+    ) -> tuple[list[tuple[Tensor, ...]], Any, Tensors]:
+        """Outputs of each microbatch of a group, what backward needs, and the state with the buffers that changed."""
         batch, interface = self.batch, self.batch.interface
-        inputs = batch.local_inputs(i)
-        seed = seed_of(self.seed, i, batch.comm.device)
-        with self._recorded(i):
+        inputs = batch.inputs_of(group)
+        seed = seed_of(self.seed, group[0], batch.comm.device)
+        with self._recorded(group[0]):
             outputs, saved = batch.program.forward(batch.comm, state, held, inputs, seed)
-        planned = len(interface.outputs) + len(interface.updates)
-        if len(outputs) != planned:
+        count = len(interface.outputs)
+        cut = count * interface.together
+        if len(outputs) != cut + len(interface.updates):
             raise AutoparError(
-                f"forward returned {len(outputs)} values, {planned} are planned",
+                f"forward returned {len(outputs)} values, {cut + len(interface.updates)} are planned",
                 where=batch.program.filename,
-                values=f"{len(interface.outputs)} outputs, {len(interface.updates)} new buffers",
+                values=f"{cut} outputs, {len(interface.updates)} new buffers",
             )
         if interface.updates:
             state = dict(state)
-            for entry, value in zip(interface.updates, outputs[len(interface.outputs) :], strict=True):
+            for entry, value in zip(interface.updates, outputs[cut:], strict=True):
                 state.update(dict.fromkeys((entry.name, *entry.aliases), value))
-        results = zip(interface.outputs, outputs, strict=False)
-        return tuple(piece_of_block(self.batch.comm, value, entry) for entry, value in results), saved, state
+        results = [
+            tuple(
+                piece_of_block(batch.comm, value, entry)
+                for value, entry in zip(outputs[place * count : (place + 1) * count], interface.outputs, strict=True)
+            )
+            for place in range(len(dict.fromkeys(group)))
+        ]
+        return results, saved, state
 
-    def _backward_one(
-        self, state: Tensors, held: Tensors, saved: Any, grads: Grads, sums: Tensors, last: bool
+    def _backward_of(
+        self,
+        group: tuple[int, ...],
+        state: Tensors,
+        held: Tensors,
+        saved: Any,
+        parts: Sequence[Grads],
+        sums: Tensors,
+        last: bool,
     ) -> Tensors:
+        """parts: of each microbatch, the gradients of its outputs. What stands in a group twice counts once."""
         batch = self.batch
         outputs = [entry for entry in batch.interface.outputs if entry.differentiable]
-        given = tuple(given_gradient(batch.comm, grad, entry) for grad, entry in zip(grads, outputs, strict=True))
+        nothing: Grads = (None,) * len(outputs)
+        of_group = [parts[i] if i not in group[:place] else nothing for place, i in enumerate(group)]
+        given = tuple(
+            given_gradient(batch.comm, grad, entry)
+            for grads in of_group
+            for grad, entry in zip(grads, outputs, strict=True)
+        )
         gradients = batch.program.backward(batch.comm, state, held, saved, given, sums, last)
         for entry in batch.interface.parameters:
             for name in (entry.name, *entry.aliases):
@@ -196,6 +224,11 @@ class Step:
         return [self._parts(grads, i) for i in range(self.batch.num)]
 
 
+def _reached(parts: Sequence[Grads], group: Sequence[int]) -> bool:
+    """Whether a gradient comes for any microbatch of a group."""
+    return any(grad is not None for i in group for grad in parts[i])
+
+
 def _moved(comm: Communicator, grad: Tensor, source: TensorInterface, interface: ProgramInterface) -> Tensor:
     """The gradient of an output as another program lays that output out; local tensors."""
     target = next(entry for entry in interface.outputs if entry.name == source.name)
@@ -213,23 +246,6 @@ def gathered(comm: Communicator, value: Tensor, entry: TensorInterface) -> Tenso
     # Uneven pieces are blocks of equal size with the padding at the very end of the dim.
     whole = redistribute(resized(value, entry.block), entry.sharding, target, comm)
     return resized(whole, entry.shape)
-
-
-def in_blocks(interface: ProgramInterface, state: Tensors) -> Tensors:
-    """The state as the program takes it: uneven pieces padded with zeros."""
-    padded = dict(state)
-    for entry in interface.parameters:
-        if entry.block is not None and entry.name in state:
-            padded.update(dict.fromkeys((entry.name, *entry.aliases), resized(state[entry.name], entry.block)))
-    return padded
-
-
-def piece_of_block(comm: Communicator, value: Tensor, entry: TensorInterface) -> Tensor:
-    """What this rank holds of a tensor, out of the program's block."""
-    if entry.block is None:
-        return value
-    at = [comm.index(axis) for axis in comm.axes]
-    return resized(value, local_part_shape(entry.shape, entry.sharding, comm.sizes, at))
 
 
 def given_gradient(comm: Communicator, grad: Tensor | None, entry: TensorInterface) -> Tensor | None:

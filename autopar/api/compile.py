@@ -71,6 +71,7 @@ def compile(
     passes: Sequence[pipeline.Pass] | None = None,
     rematerialize: str = "auto",
     microbatches: int | None = None,
+    halves: bool | None = None,
     roots: Sequence[str] | None = None,
     compile_regions: bool | str | None = None,
     loss: Loss | None = None,
@@ -121,7 +122,7 @@ def compile(
         )
     options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
         strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints),
-        passes=passes, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
+        passes=passes, rematerialize=rematerialize, microbatches=microbatches, halves=halves, roots=roots,
         expert_imbalance=expert_imbalance,
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None

@@ -84,6 +84,7 @@ def plan(
     inference: bool = False,
     rematerialize: str = "auto",
     microbatches: int | None = None,
+    halves: bool | None = None,
     roots: Sequence[str] | None = None,
     loss: Loss | None = None,
     expert_imbalance: float | None = None,
@@ -104,6 +105,9 @@ def plan(
             first of these that fits the memory limit (under "auto" strategies also the next, where memory is short).
         microbatches: how many parts of the batch a step runs one after the other; gradients are reduced once, and the
             loss stays the whole batch's. None: 1, and with a pipeline as many as are predicted fastest.
+        halves: whether two microbatches go through the program together, so that tokens of one travel to their experts
+            while the other is computed (docs/experts.md). True: that, in 2 microbatches where no number is given;
+            None: where there is an even number of microbatches, and it is predicted faster.
         roots: the outputs whose gradients a backward takes, by name. None: the loss where there is one, else all that
             depend on parameters. (`autopar.compile` plans again by itself when a gradient comes for another one.)
         loss: a function of the outputs and the batch that becomes a part of the program (see `autopar.compile`).
@@ -118,7 +122,7 @@ def plan(
     found = decide(
         with_loss(model, loss, batch), mesh, example_inputs=batch, strategy=strategy,
         precision=precision, memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware,
-        inference=inference, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
+        inference=inference, rematerialize=rematerialize, microbatches=microbatches, halves=halves, roots=roots,
         expert_imbalance=expert_imbalance, progress=progress,
     )  # fmt: skip
     if watched is not None:

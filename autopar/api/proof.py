@@ -154,12 +154,13 @@ def _verified(
     if prepare is not None:
         prepare(model, inputs)
     with only(dtype):
-        program, source = program_of(plan, model, inputs, mesh, scaled, dtype)
+        lowered, source = program_of(plan, model, inputs, mesh, scaled, dtype)
+    program = lowered.single or lowered  # eager has one border, however many microbatches go through it together
     state = interpret.state_of(model, program)
     tensors = interpret.input_tensors(program, inputs)
     wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
     with default_dtype(dtype):
-        found = run_all_ranks(program, source, state, tensors, seed)
+        found = run_all_ranks(lowered, source, state, tensors, seed)
     comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype])
     if program.training and not all(comparison.ok for comparison in comparisons):
         measured = _rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
@@ -251,7 +252,8 @@ def program_of(
     request = Attempt(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
-        pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread, roots=plan.roots,
+        together=plan.interface.together, pipeline=_as_planned(plan, mesh),
+        spread=None if scaled else plan.spread, roots=plan.roots,
     )  # fmt: skip
     phases = pipeline.Phases.of(plan.passes)
     traced, _ = pipeline.run(request, (*phases.trace, *phases.prepare))

@@ -42,7 +42,7 @@ that the schedule uses.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.meaning import Meaning
 from autopar.ir.sharding import Sharding
@@ -154,8 +154,9 @@ class ProgramInterface:
     updates: buffers that `forward` changes. pipeline: where there is one, axes and sizes are those of one stage.
     Shapes are those of one microbatch, of which a step has `microbatches`. by_value: inputs whose values decided what
     the program does: it is for no others. granted: what it takes for granted of values, in words: where it is not so,
-    its outputs are NaN. meaning: what outputs and gradients are, whoever computes them; None for a
-    plan of an autopar that did not say. experts: its layers of experts that are exchanged, in order.
+    its outputs are NaN. meaning: what outputs and gradients are, whoever computes them; None for a plan of an autopar
+    that did not say. experts: its layers of experts that are exchanged, in order. beside: where two microbatches go
+    through the program together, what it adds to the names of the second one's inputs and outputs; "" where one does.
     """
 
     axes: tuple[str, ...]
@@ -172,6 +173,29 @@ class ProgramInterface:
     granted: tuple[str, ...] = ()
     meaning: Meaning | None = None
     experts: tuple[ExpertsInterface, ...] = ()
+    beside: str = ""
+
+    @property
+    def together(self) -> int:
+        """How many microbatches go through the program at once."""
+        return 2 if self.beside else 1
+
+    @property
+    def runs(self) -> int:
+        """How often a step runs the program."""
+        return self.microbatches // self.together
+
+    def of_program(self) -> ProgramInterface:
+        """The border as the program's `forward` and `backward` have it: of all microbatches that go through it at once,
+        those of the first one first; `microbatches` is how often a step runs it.
+        """
+        if not self.beside:
+            return self
+        inputs, outputs = (
+            (*each, *(replace(entry, name=entry.name + self.beside) for entry in each))
+            for each in (self.inputs, self.outputs)
+        )
+        return replace(self, inputs=inputs, outputs=outputs, microbatches=self.runs, beside="")
 
     @property
     def states(self) -> frozenset[str]:

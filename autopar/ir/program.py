@@ -83,6 +83,8 @@ class Program:
     one rank of it holds; pipeline: its stages, once they are cut. zigzag: the axes that may split values zigzag.
     by_value: inputs whose values the program is for; of others only shapes.
     granted: what is taken for granted of values; where it is not so, outputs are NaN.
+    together: how many microbatches go through the program at once, each with ports of its own; single: then the placed
+    program of one of them.
     attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
     """
 
@@ -114,6 +116,8 @@ class Program:
     folded: tuple[Folded, ...] = ()
     by_value: tuple[str, ...] = ()
     granted: tuple[str, ...] = ()
+    together: int = 1
+    single: Program | None = field(default=None, repr=False, compare=False)
     _named: dict[str, Variable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

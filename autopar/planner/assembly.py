@@ -39,7 +39,8 @@ def redo(
     """
     phases = pipeline.Phases.of(steps)
     first = phases.prepare if program is not None else (*phases.trace, *phases.prepare)
-    request = Attempt.of(request, rematerialize=plan.rematerialize, spread=plan.spread)
+    together = plan.interface.together
+    request = Attempt.of(request, rematerialize=plan.rematerialize, spread=plan.spread, together=together)
     program, before = pipeline.run(request, first, program=program)
     _check_border(plan, program)
     program, after = pipeline.run(request, phases.lower, program=plan.decisions.apply(program))

@@ -47,6 +47,7 @@ def decide(
     inference: bool = False,
     rematerialize: str = "auto",
     microbatches: int | None = None,
+    halves: bool | None = None,
     roots: Sequence[str] | None = None,
     expert_imbalance: float | None = None,
     progress: Progress | None = None,
@@ -79,9 +80,10 @@ def decide(
         float(mesh.hardware.memory_bytes) if memory_limit is None else float(memory_limit),
         to_dtype(precision),
         not inference,
-        microbatches=1 if inference or microbatches is None else microbatches,
+        microbatches=_number(microbatches, halves, inference),
         pipeline=asked,
         roots=None if roots is None else tuple(roots),
+        halves=halves,
         spread=_as_before(strategies, stage, pieces_pinned(inputs, constraints, stage)),
         captured={} if captured is None else captured,
     )
@@ -99,6 +101,13 @@ def decide(
         check_microbatches(request)
     alone = asked is None or inference or microbatches is not None
     return make(request) if alone else best_microbatches(request, make)
+
+
+def _number(microbatches: int | None, halves: bool | None, inference: bool) -> int:
+    """Of microbatches, where no schedule has a say."""
+    if inference or microbatches is None:
+        return 2 if halves and not inference else 1
+    return microbatches
 
 
 def _as_before(strategies: Sequence[AxisStrategy], mesh: Mesh, pieces: int) -> Spread | None:

@@ -17,6 +17,7 @@ from autopar.planner import plan_cache
 from autopar.planner.assembly import plan_once, redo, without_padding
 from autopar.planner.attempts import attempts, named, tighter, tried_for
 from autopar.planner.bounds import with_bound
+from autopar.planner.halves import in_halves
 from autopar.planner.least_memory import too_little
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import NEEDED, Programs
@@ -98,7 +99,7 @@ def _fastest(programs: Programs, modes: Sequence[Mode]) -> PlanRecord:
         raise _walked(programs, attempt, error) from None
     if tried.best[0].placed_by is not None and AUTO in asked.strategies:
         logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", tried.step_s)
-    found = with_bound(programs, tried)
+    found = in_halves(programs, tried.best[0], with_bound(programs, tried))
     # Where one mode was asked for, explanations take no other.
     traced = programs.traced if len(modes) > 1 else None
     return replace(found, times=(*programs.times, *found.times), traced=traced)

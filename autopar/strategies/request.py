@@ -22,8 +22,9 @@ class Request:
     """What a plan is made for.
 
     mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
-    batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no limit. roots: the
-    outputs whose gradients a backward takes, by name; None: the loss where there is one, else all.
+    batch, which a step runs in `microbatches` parts. halves: whether two of these go through the program together
+    (`passes/pair.py`); None: where that is predicted faster. memory_limit_bytes: of one rank; None for no limit. roots:
+    the outputs whose gradients a backward takes, by name; None: the loss where there is one, else all.
     """
 
     model: nn.Module
@@ -37,6 +38,7 @@ class Request:
     microbatches: int = 1
     pipeline: PipelineSpec | None = None
     roots: tuple[str, ...] | None = None
+    halves: bool | None = None
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -58,8 +60,8 @@ class Attempt(Request):
     what the strategies need. placement_limit: the part of the memory limit that the placement gets: a pipeline's
     stages it knows only on average, and what is in flight beside the compute is not in it. checks_limit: the limit
     decides whether the placement will do, but takes no part in it. overlap_price, alike: as of `place`.
-    hides_exchanges: exchanges count what waits for them where all that may run beside them does. explain: work out why,
-    when nothing can be placed (costs time).
+    together: how many microbatches go through the program at once. hides_exchanges: exchanges count what waits for them
+    where all that may run beside them does. explain: work out why, when nothing can be placed (costs time).
     captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
     attempts that are made of this one (`dataclasses.replace`) use them too.
     """
@@ -70,6 +72,7 @@ class Attempt(Request):
     placement_limit: float = 1.0
     checks_limit: bool = False
     overlap_price: float = 1.0
+    together: int = 1
     hides_exchanges: bool = False
     explain: bool = True
     alike: Program | None = field(default=None, compare=False, repr=False)

@@ -124,7 +124,7 @@ def expert_rows(plan: PlanRecord) -> list[dict[str, Any]]:
                     "module": modules[each.op],
                     "item": f"op:{region.name}.{each.op}",
                     "calls": region.calls,
-                    "times": region.calls * plan.interface.microbatches,
+                    "times": region.calls * plan.interface.runs,
                 }
             )
     return rows

@@ -33,7 +33,7 @@ class Items:
         self.plan, self.views, self.classes, self.explained = plan, plan.drawn, classes, explained
         self.axes, self.sizes = plan.stage_mesh.axis_names, plan.stage_mesh.sizes
         self.lines = program_lines(plan.source, plan.drawn)
-        self.steps = plan.interface.microbatches
+        self.steps = plan.interface.runs
 
     def all(self, boxes: Mapping[str, Sequence[str]]) -> dict[str, Item]:
         """boxes: what pictures draw as one, with the operators in it."""

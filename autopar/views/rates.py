@@ -40,7 +40,7 @@ def model_flops_utilization(plan: PlanRecord) -> float | None:
         (p.dtype for p in plan.interface.parameters if p.dtype.startswith(("float", "bfloat"))), "float32"
     )
     peak = plan.mesh.hardware.peak_flops_per_s(dtype) * plan.mesh.num_devices
-    flops = views.forward_flops * (3 if plan.training else 1) * plan.interface.microbatches
+    flops = views.forward_flops * (3 if plan.training else 1) * plan.interface.runs
     return flops / (peak * step)
 
 

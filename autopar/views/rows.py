@@ -30,7 +30,7 @@ def operator_rows(plan: PlanRecord) -> Iterator[dict[str, Any]]:
     found: dict[tuple[str, str], list[float]] = {}
     counts = _calls_of_busiest(plan)
     for region in plan.drawn.regions:
-        times = counts.get(region.name, 0) * plan.interface.microbatches
+        times = counts.get(region.name, 0) * plan.interface.runs
         for op in region.ops if times else ():
             if op.kind == "collective" or not op.seconds:
                 continue
@@ -42,7 +42,7 @@ def operator_rows(plan: PlanRecord) -> Iterator[dict[str, Any]]:
             for place, each in enumerate(own):
                 row[place] += each * times
     adding_s = plan.cost.compute_s - sum(row[3] for row in found.values())
-    if plan.training and plan.interface.microbatches > 1 and adding_s > 0:  # the rest of what is computed
+    if plan.training and plan.interface.runs > 1 and adding_s > 0:  # the rest of what is computed
         found[(ACCUMULATION, "backward")] = [0.0, 0.0, 0.0, adding_s, adding_s, 0.0]
     for (op_class, phase), row in sorted(found.items(), key=lambda each: -each[1][3]):
         names = ("times", "flops", "moved_bytes", "seconds", "memory_bound_s", "launch_s")

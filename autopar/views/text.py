@@ -91,6 +91,7 @@ def _header(plan: PlanRecord) -> RenderableType:
     table.add_row("strategy", plan.strategy + (f", {len(plan.pins)} pins" if plan.pins else ""))
     inputs = [f"{tensor.name} {format_tensor(tensor, interface.axes)}" for tensor in interface.inputs]
     parts = f", in each of {interface.microbatches} microbatches a step" if interface.microbatches > 1 else ""
+    parts += ", two at a time" if interface.together > 1 else ""
     table.add_row("batch", ", ".join(inputs) + parts)
     compute = dtype_name(plan.precision) if plan.precision else "the model's own"
     table.add_row("precision", f"{compute}, {'training' if plan.training else 'inference'}")

@@ -33,9 +33,8 @@ def in_words(plan: PlanRecord) -> Iterator[str]:
             f"schedule {schedule.name}; ranks wait {timeline.bubble_share:.1%} of the step on average."
         )
     if plan.interface.microbatches > 1:
-        yield (
-            f"A step runs {plan.interface.microbatches} microbatches one after the other and reduces gradients once."
-        )
+        turn = "one after the other" if plan.interface.together == 1 else "two at a time"
+        yield f"A step runs {plan.interface.microbatches} microbatches {turn} and reduces gradients once."
     for axis, at, text in plan.context:
         yield f"Attention over {axis}{f' in {at}' if at else ''}: {text.split('; each layer')[0]}."
     if plan.training:

@@ -151,6 +151,7 @@ def predict(row: Row, layers: int | None = None) -> Prediction:
             memory_limit=NO_LIMIT,
             rematerialize=row.recompute,
             microbatches=row.microbatches // times,
+            halves=False,  # as none of these runs does
         )
     assert made.program is not None
     cost = made.cost

@@ -28,12 +28,14 @@ def exchanged_experts(program: Program) -> tuple[ExpertsInterface, ...]:
 def _of_call(program: Program, call: Call, uses: Counter[str]) -> Iterator[ExpertsInterface]:
     assert program.mesh is not None
     region, mesh = program.region(call.region), program.mesh
-    exchanges = [node for node in region.lowered["forward"].graph.nodes if node.target == _FORWARD]
+    of_each = [node for node in region.lowered["forward"].graph.nodes if node.target == _FORWARD]
+    # Of microbatches that go together, each has an exchange with the same experts.
+    exchanges = list({tuple(node.args[_PARAMETERS:]): node for node in reversed(of_each)}.values())[::-1]
     for node in exchanges:
         axis = str(node.args[1])
         if mesh.size(axis) == 1:
             continue
-        found = [_slot(each) for each in node.args[_PARAMETERS:] if each is not None]
+        found = [_slot(each, program.together) for each in node.args[_PARAMETERS:] if each is not None]
         names = tuple(_named(region, call, slot) for slot in found if slot)
         is_movable = len(exchanges) == 1 and len(names) == len(found)
         is_movable = is_movable and all(uses[each] == 1 and _is_split(program, each, axis) for each in names)
@@ -42,10 +44,10 @@ def _of_call(program: Program, call: Call, uses: Counter[str]) -> Iterator[Exper
         yield ExpertsInterface(call.path or call.region, axis, names if is_movable else (), tuple(split))
 
 
-def _slot(node: fx.Node) -> str:
-    """The name inside its region of a parameter of which nothing else is made; "" of any other value."""
+def _slot(node: fx.Node, num: int) -> str:
+    """The name inside its region of a parameter that `num` exchanges read, and nothing else; "" of any other value."""
     is_slot = node.target is operator.getitem and node.args[0].name == "p"  # type: ignore[union-attr]
-    return str(node.args[1]) if is_slot and len(node.users) == 1 else ""
+    return str(node.args[1]) if is_slot and len(node.users) == num else ""
 
 
 def _named(region: Region, call: Call, slot: str) -> str:

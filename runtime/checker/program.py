@@ -26,7 +26,7 @@ from autopar.runtime.checker.types import Axes, Typed, alike, give, give_said, l
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
 from autopar.runtime.holders import holders, own_inputs
 from autopar.runtime.layout import local_part_shape
-from autopar.runtime.loader import LoadedProgram, LoadedStage, load_program
+from autopar.runtime.loader import LoadedProgram, LoadedStage, load_program, split_together
 
 Tensors = dict[str, Tensor]
 
@@ -59,6 +59,7 @@ def check_types(
 
 @without_collection()
 def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: bool, any_stripes: bool = False) -> None:
+    beside, interface = interface.beside, interface.of_program()
     axes = Axes(interface.axes, interface.sizes)
     steps = interface.meaning.steps if interface.meaning is not None else frozenset()
     typing = Typing(axes, filename, steps, hinted=hinted, any_stripes=any_stripes)
@@ -67,7 +68,7 @@ def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: b
     for name, function in list(program.namespace.items()):
         if inspect.isfunction(function) and function.__code__.co_filename == filename and _is_of_region(function):
             program.namespace[name] = _once_a_type(function, typing)
-    border = _Border(interface, typing, program)
+    border = _Border(interface, typing, program, beside)
     border.meaning.border()
     try:
         with torch.no_grad(), typing:
@@ -193,8 +194,8 @@ def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
 class _Border:
     """What goes into a program and what comes out."""
 
-    def __init__(self, interface: ProgramInterface, typing: Typing, program: LoadedProgram) -> None:
-        self.interface, self.typing, self.program = interface, typing, program
+    def __init__(self, interface: ProgramInterface, typing: Typing, program: LoadedProgram, beside: str) -> None:
+        self.interface, self.typing, self.program, self.beside = interface, typing, program, beside
         self.axes = typing.axes
         self.comm = TypedComm(typing)
         self.meaning = Compared(interface)
@@ -260,7 +261,7 @@ class _Border:
     def _inputs(self) -> Tensors:
         inputs = self.interface.inputs
         whole = {entry.name: self._made(entry, self._whole(), [input_leaf(entry.name)]) for entry in inputs}
-        return self.program.split_inputs(self.comm, whole)
+        return split_together(self.program, self.comm, whole, self.beside)
 
     def _seed(self) -> Tensor:
         return self._empty((), "int64", self.axes.whole((), SEED))

@@ -118,3 +118,15 @@ def _exchanging(rows: Any) -> set[str]:
 def train_with_each(cases: list[tuple[Any, ...]]) -> list[Any]:
     """One after the other."""
     return [train(*case) for case in cases]
+
+
+def train_in_halves(cases: list[tuple[tuple[str, ...], tuple[int, ...], Any]]) -> list[Any]:
+    """Losses and gradient norms where two microbatches go through the program together; one case after the other."""
+    found = []
+    for axes, sizes, strategy in cases:
+        model, batch = model_and_batch("DeepseekV3")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+        compiled = autopar.compile(model, mesh, strategy=strategy, example_inputs=batch, microbatches=2, halves=True)
+        assert compiled.plan.interface.together == 2
+        found.append(training.train(compiled, batch, STEPS))
+    return found

@@ -70,11 +70,14 @@ def _check_interface(plan: PlanRecord) -> None:
     interface = plan.interface
     if interface.microbatches < 1:
         raise ValueError(f"it has {interface.microbatches} microbatches")
+    if interface.microbatches % interface.together:
+        raise ValueError(f"{interface.together} of its {interface.microbatches} microbatches go together")
     if (meaning := interface.meaning) is not None:
-        _same("outputs that mean something", len(meaning.outputs), "outputs", len(interface.outputs))
+        outputs = interface.of_program().outputs
+        _same("outputs that mean something", len(meaning.outputs), "outputs", len(outputs))
         _same("updates that mean something", len(meaning.updates), "updates", len(interface.updates))
         if meaning.shapes is not None:
-            _same("shapes of outputs", len(meaning.shapes), "outputs", len(interface.outputs))
+            _same("shapes of outputs", len(meaning.shapes), "outputs", len(outputs))
         _known("gradients", [name for name, _ in meaning.gradients], [each.name for each in interface.parameters])
     groups = [interface.parameters, interface.buffers, interface.inputs, interface.outputs, interface.updates]
     groups += [each for stage in (interface.pipeline.stages if interface.pipeline else ())
@@ -173,13 +176,14 @@ def _check_views(views: Views, plan: PlanRecord) -> None:
         _same("what a call reads", len(call.reads), "inputs of its region", len(regions[call.region].inputs))
         if not 0 <= call.stage < num_stages:
             raise ValueError(f"a call is of stage {call.stage}")
-    inputs = {f"in:{each.name}" for each in plan.interface.inputs}
+    border = plan.interface.of_program()
+    inputs = {f"in:{each.name}" for each in border.inputs}
     made: set[str] = set()
     for number, call in enumerate(views.calls):
         _known("calls", set(call.reads) - made, inputs)
         made |= {f"{number}.{index}" for index in range(len(regions[call.region].outputs))}
     _known("outputs", [ref for _, ref in views.outputs], made | inputs)
-    _known("outputs", [name for name, _ in views.outputs], [each.name for each in plan.interface.outputs])
+    _known("outputs", [name for name, _ in views.outputs], [each.name for each in border.outputs])
     for curve in views.memory:
         if any(len(values) != len(curve.times_s) for values in curve.series.values()):
             raise ValueError("a curve of memory has other numbers of times and values")

@@ -29,7 +29,11 @@ class Decisions:
 
     @staticmethod
     def of(program: Program) -> Decisions:
-        """The decisions of a placed program, or of a lowered one."""
+        """The decisions of a placed program, or of a lowered one; of one that two microbatches go through together,
+        those of one of them.
+        """
+        if program.single is not None:
+            return replace(Decisions.of(program.single), overlap=program.overlap)
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
         relays = {r.name: dict(r.relays) for r in program.regions}
         stages = replace(program.pipeline, considered=()) if program.pipeline is not None else None

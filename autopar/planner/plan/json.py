@@ -237,6 +237,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         whole["granted"] = list(interface.granted)
     if interface.experts:
         whole["experts"] = [asdict(layer) for layer in interface.experts]
+    if interface.beside:
+        whole["beside"] = interface.beside
     pipeline = None
     if (found := interface.pipeline) is not None:
         stages = [
@@ -321,4 +323,5 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
             ExpertsInterface(row["where"], row["axis"], tuple(row["parameters"]), tuple(row["token_axes"]))
             for row in data.get("experts", ())
         ),
+        data.get("beside", ""),
     )  # fmt: skip

@@ -151,6 +151,7 @@ class InterfaceRow(TypedDict):
     granted: NotRequired[list[str]]
     meaning: NotRequired[MeaningRow | None]
     experts: NotRequired[list[ExpertsRow]]
+    beside: NotRequired[str]
 
 
 class CostRow(TypedDict):

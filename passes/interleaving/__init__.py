@@ -1,0 +1,1 @@
+"""What `interleave` makes of an exchange, and in which order the statements of two microbatches come."""

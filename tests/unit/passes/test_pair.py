@@ -1,0 +1,210 @@
+"""Two microbatches that go through the program together: the same numbers, and tokens that travel meanwhile."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import autopar
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cost.under_way import step_hidden_s
+from autopar.ir.program import Program
+from autopar.ir.rings import SEND, TAKE, is_exchange
+from autopar.passes.pair import pair, why_not
+from autopar.runtime.checker.program import check_types
+from tests.unit.passes.test_interleave import Alone, Deep, Qwen, planned, program_of
+from tests.unit.test_mixtures import VOCABULARY, model_of
+from tests.unit.test_mixtures import planned as of_model
+
+pytestmark = pytest.mark.unit
+HALVES: dict[str, Any] = {"microbatches": 2, "halves": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "mesh"),
+    [
+        ("deepseek", {"dp": "zero3+expert"}, "dp=2"),
+        ("deepseek", {"dp": "expert", "tp": "tensor"}, "dp=2,tp=2"),
+        ("qwen3", {"dp": "zero3", "ep": "expert"}, "dp=2,ep=2"),
+    ],
+)
+def test_numbers_are_the_same(kind: str, strategy: Any, mesh: str) -> None:
+    """Breaks if a statement reads the other microbatch's value, or comes before what it reads; if gradients of one are
+    lost, or counted twice.
+    """
+    plan = of_model(model_of(kind), strategy, mesh, rows=8, **HALVES)
+    assert plan.interface.together == 2 and plan.interface.microbatches == 2
+    assert plan.verify(rtol=1e-9).ok
+
+
+@pytest.mark.parametrize("model", [Alone, Qwen])
+def test_of_four_microbatches(model: Any) -> None:
+    """Breaks if gradients of two pairs are not added up, or a pair gets other rows."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 5, 16)
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(model(), mesh, strategy="zero2+expert", example_inputs={"x": x}, microbatches=4, halves=True)
+    assert program_of(plan).microbatches == 2 and plan.interface.microbatches == 4
+    assert plan.verify(rtol=1e-9).ok
+
+
+def test_recomputed() -> None:
+    """Breaks if what the backward computes again of one microbatch is taken for the other's."""
+    plan = of_model(model_of("deepseek", num_hidden_layers=3), "expert", "dp=2", rows=8, rematerialize="full", **HALVES)
+    assert plan.rematerialize == "full" and plan.source is not None and plan.source.count("comm.send_tokens(") == 4
+    assert plan.verify(rtol=1e-9).ok
+
+
+def test_a_microbatch_without_labels() -> None:
+    """Breaks if what one microbatch computes as 0 / 0 gets into the gradients by way of the other, or its part of the
+    outputs is another one's.
+    """
+    ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[[2, 3, 6, 7]] = -100  # of each rank's four rows the second microbatch's
+    plan = autopar.plan(
+        model_of("qwen3"), autopar.Mesh.parse("dp=2", hardware="cpu"), strategy="expert",
+        example_inputs={"input_ids": ids, "labels": labels}, **HALVES,
+    )  # fmt: skip
+    assert plan.interface.together == 2
+    proof = plan.verify(rtol=1e-9)
+    assert proof.ok and {"loss", "logits"} <= {each.name for each in proof.comparisons}
+
+
+def test_a_saved_plan() -> None:
+    """Breaks if a plan forgets that microbatches go together, or what is written from it afresh is another program."""
+    plan = two()
+    loaded = Plan.from_json(plan.to_json())
+    assert loaded.interface == plan.interface and loaded.decisions == plan.decisions
+    torch.manual_seed(0)
+    model, x = Deep(), {"x": torch.randn(4, 5, 16)}
+    from autopar.api.again import replan
+
+    assert replan(loaded, model, x, plan.mesh).source == plan.source
+
+
+# ------------------------------------------------------------------------------------------------- when, and when not
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "zero3"}, "no tokens travel to experts"),
+        ({"microbatches": 1}, "a step has 1 microbatch"),
+        ({"inference": True}, "planned for inference"),
+    ],
+)
+def test_refused(options: dict[str, Any], says: str) -> None:
+    """Breaks if what was asked for is left out silently."""
+    torch.manual_seed(0)
+    with pytest.raises(AutoparError, match=says):
+        planned(Deep(), options.pop("strategy", "expert"), **{**HALVES, **options})
+
+
+def test_dropout_is_left_as_it_is() -> None:
+    """Breaks if two microbatches draw the same numbers."""
+    model = model_of("qwen3", attention_dropout=0.1)
+    plan = of_model(model, "expert", "dp=2", rows=8, microbatches=2)
+    program = program_of(plan)
+    assert plan.interface.together == 1 and why_not(program) == "it draws random numbers" and pair(program) is program
+
+
+def layers(**options: Any) -> Plan:
+    """Layers of the size of Qwen3-30B's on eight devices of two nodes' network."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=3,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+        ids = torch.zeros((64, 4096), dtype=torch.int64)
+    return autopar.plan(
+        model, autopar.Mesh({"dp": 16}, hardware="h100"), strategy="zero2+expert", precision="bf16",
+        example_inputs={"input_ids": ids, "labels": ids}, microbatches=2, memory_limit=1e15, rematerialize="none",
+        **options,
+    )  # fmt: skip
+
+
+def test_where_it_is_faster() -> None:
+    """Breaks if what the other microbatch hides is not in the step, or two go together where that is slower."""
+    plan, in_turn = layers(), layers(halves=False)
+    assert plan.interface.together == 2 and in_turn.interface.together == 1
+    assert plan.cost.step_time_s < 0.97 * in_turn.cost.step_time_s
+    program = program_of(plan)
+    exchanged_s = sum(row.seconds for row in plan.collectives if row.kind == "exchange")
+    assert 0.4 * exchanged_s < step_hidden_s(program) < exchanged_s
+    assert step_hidden_s(program_of(in_turn)) < 0.1 * exchanged_s
+    assert sum(row.bytes_sent for row in plan.collectives if row.kind == "exchange") == pytest.approx(
+        sum(row.bytes_sent for row in in_turn.collectives if row.kind == "exchange")
+    )
+
+
+def test_where_it_does_not_fit() -> None:
+    """Breaks if what both microbatches keep is left out of the memory limit."""
+    torch.manual_seed(0)
+    plain = planned(Alone(), "expert", microbatches=2, halves=False)
+    peak = plain.cost.peak_memory_bytes
+    assert planned(Alone(), "expert", memory_limit=peak, microbatches=2).interface.together == 1
+    with pytest.raises(AutoparError, match="does not fit"):
+        planned(Alone(), "expert", memory_limit=peak, **HALVES)
+
+
+# ------------------------------------------------------------------------------------------------- the order
+
+
+@lru_cache(maxsize=1)
+def two() -> Plan:
+    torch.manual_seed(0)
+    return planned(Deep(), "expert", **HALVES)
+
+
+def order_of(program: Program, phase: str) -> list[str]:
+    (region,) = program.regions
+    kinds = {SEND: "send", TAKE: "take"}
+    nodes = (node for node in region.lowered[phase].graph.nodes if node.target in kinds or is_exchange(node))
+    return [kinds.get(str(node.target), "experts") for node in nodes]
+
+
+def test_both_leave_before_experts_of_one() -> None:
+    """Breaks if one microbatch's tokens leave when the other's are back: nothing would run beside them."""
+    for phase in ("forward", "backward"):
+        order = order_of(program_of(two()), phase)
+        assert order[:2] == ["send", "send"] and sorted(order[2:]) == ["experts"] * 2 + ["take"] * 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (r"return \((\w+), (\w+_b)\), ", r"return (\2, \1), ", "output"),
+        (r"sent=(\w+), later=True", "sent=sent_1, later=True", "another exchange"),
+        (r"take_tokens\(experts_b\)", "take_tokens(experts)", None),
+        (r'(g\["[\w.]*gate_up_proj"\] = \w+) \+ \w+', r"\1", "gradient"),
+        (r'(g\["[\w.]*first.weight"\] = )(\w+) \+ \w+', r"\1\2 + \2", "gradient"),
+        (r"ops\.linear\(x_b, ", "ops.linear(x, ", "output"),
+        (r"(\w+) = comm\.take_tokens\(experts\)", r'\1 = comm.index("dp") == 0 and comm.take_tokens(experts)', "rank"),
+    ],
+)
+def test_wrong_edits(old: str, new: str, says: str | None) -> None:
+    """Breaks if a program passes in which microbatches are swapped, one stands for both, one waits for what the other
+    sent, gradients of one are lost, or ranks go in other orders.
+    """
+    source = two().source
+    assert source is not None and re.search(old, source)
+    with pytest.raises(AutoparError, match=says):
+        check_types(re.sub(old, new, source, count=1), two().interface)
+
+
+def test_experts_may_still_be_placed() -> None:
+    """Breaks if layers whose experts are moved between steps are others where two microbatches read them."""
+    torch.manual_seed(0)
+    alone = planned(Deep(), "expert", microbatches=2, halves=False)
+    assert two().interface.experts == alone.interface.experts and all(
+        each.parameters for each in alone.interface.experts
+    )
