@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, tensor_hooks, tree_leaves
+from autopar.machine.imbalance import summed_loads
 from autopar.machine.packing import busiest, packed, replicated
 from autopar.runtime.engine import Engine
 from autopar.runtime.expert_layers import ExpertLayer, has_guests, is_by_slots, is_placed, moved
@@ -175,19 +176,7 @@ def _checked(
             values=f"layers are {', '.join(list(known)[:4])}{', …' if len(known) > 4 else ''}",
             remedy="Name layers as compiled.expert_loads() does",
         )
-    found: dict[str, list[float]] = {}
-    for name, given in loads.items():
-        rows = given.tolist() if hasattr(given, "tolist") else [*given]
-        rows = rows if rows and isinstance(rows[0], Sequence) else [rows]
-        num = known[name].num
-        if any(len(row) != num for row in rows) or not all(0 <= x < float("inf") for row in rows for x in row):
-            raise AutoparError(
-                f"loads of {name} are no counts of tokens for each of {num} experts",
-                values="/".join(sorted({str(len(row)) for row in rows})) + " numbers a step",
-                remedy="Give [experts] or [steps, experts], none negative",
-            )
-        found[name] = [float(sum(column)) for column in zip(*rows, strict=True)]
-    return found
+    return {name: summed_loads(name, given, known[name].num) for name, given in loads.items()}
 
 
 def _gain(

@@ -18,6 +18,8 @@ from autopar.cli import output as cli_output
 from autopar.cli.input import errors, load_plan, names_bundled_model
 from autopar.cli.options import AsJson, Batch, Layers, OfModel, PlanFile, Tiny
 
+_LOADS = "Write it by json.dump(compiled.expert_loads(), file): a list of tokens of each expert, by layer"
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -129,6 +131,9 @@ def report(
     batch: Batch = None,
     layers: Layers = None,
     tiny: Tiny = False,
+    expert_loads: Annotated[
+        Path | None, typer.Option(help="JSON of what compiled.expert_loads() gave: what placing experts would gain.")
+    ] = None,
 ) -> None:
     """Write everything about PLAN as one HTML file that needs no network."""
     with Steps() as steps:
@@ -138,6 +143,8 @@ def report(
             found: Plan
             others = {each.stem: Plan.load(each) for each in against or []}
             options: dict[str, Any] = {"against": others, "explain_s": explain_seconds}
+            if expert_loads is not None:
+                options["expert_loads"] = _read_loads(expert_loads)
             found = Plan.load(plan)
             if explain_seconds and (model is not None or names_bundled_model(found)):
                 found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
@@ -149,6 +156,16 @@ def report(
         with errors(1):
             written = found.report(path, **options, progress=steps.part)
     print(f"wrote {written}")
+
+
+def _read_loads(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise AutoparError(f"{path} has no loads of experts", values=str(error)[:200], remedy=_LOADS) from error
+    if not isinstance(found, dict) or not all(isinstance(each, list) for each in found.values()):
+        raise AutoparError(f"{path} has no loads of experts", remedy=_LOADS)
+    return found
 
 
 def trace(

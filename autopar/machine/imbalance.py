@@ -38,3 +38,20 @@ def expert_imbalance(loads: Any, ranks: int) -> float:
         if sum(row)
     ]
     return math.fsum(shares) / len(shares)
+
+
+def summed_loads(layer: str, loads: Any, experts: int) -> list[float]:
+    """The tokens of each expert of a layer over all steps. loads: [experts] or [steps, experts], a tensor or lists.
+
+    Raises:
+        AutoparError: other sizes, negative numbers or none.
+    """
+    rows = loads.tolist() if hasattr(loads, "tolist") else [*loads]
+    rows = rows if rows and isinstance(rows[0], Sequence) else [rows]
+    if any(len(row) != experts for row in rows) or not all(0 <= each < math.inf for row in rows for each in row):
+        raise AutoparError(
+            f"loads of {layer} are no counts of tokens for each of {experts} experts",
+            values="/".join(sorted({str(len(row)) for row in rows})) + " numbers a step",
+            remedy="give [experts] or [steps, experts], none negative",
+        )
+    return [float(sum(column)) for column in zip(*rows, strict=True)]

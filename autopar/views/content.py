@@ -53,11 +53,14 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a report adds to its plan, which took solving. explanations: by the name that was explained."""
+    """What a report adds to its plan, which took solving, or a run: explanations by the name that was explained;
+    expert_loads: layer -> tokens of each expert.
+    """
 
     explanations: Mapping[str, Explanation] = field(default_factory=dict)
     what_ifs: Sequence[WhatIf] = ()
     comparisons: Sequence[Comparison] = ()
+    expert_loads: Mapping[str, Any] = field(default_factory=dict)
 
 
 def content_of(
@@ -93,7 +96,7 @@ def content_of(
         "operators": list(operator_rows(plan)),
         "memory_parts": memory_parts(plan),
         "collectives": collective_rows(plan, items),
-        "experts": expert_rows(plan),
+        "experts": expert_rows(plan, found.expert_loads),
         "regions": [region_row(plan, each.name) for each in plan.regions],
         "pictures": [{"id": p.id, "title": p.title, "group": p.group, "svg": p.svg} for p in pictures],
         "items": items,

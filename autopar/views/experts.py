@@ -6,17 +6,22 @@ rank's are as many times them as the machine says (`Hardware.expert_imbalance`).
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from autopar.base.errors import AutoparError
 from autopar.cost.exchanges import exchange_axis, exchange_of
 from autopar.cost.operator_time import exposed_seconds, operator_work
 from autopar.cost.under_way import exchanges_hidden
 from autopar.ir.choices import Choice, local_sizes
 from autopar.ir.program import Program
 from autopar.ir.region import Region
+from autopar.machine.imbalance import summed_loads
 from autopar.machine.mesh import Mesh
+from autopar.machine.packing import busiest, packed, replicated
 from autopar.operators.rules.exchange_cost import rows_at_once
 from autopar.planner.plan.drawn import ExpertsView
 from autopar.planner.plan.record import PlanRecord
@@ -112,19 +117,51 @@ def _split(choices: Sequence[Choice], mesh: Mesh) -> str:
     return "; ".join(words)
 
 
-def expert_rows(plan: PlanRecord) -> list[dict[str, Any]]:
-    """Of the report's tab: each layer with its module, how often a step calls it, and the item of its operator."""
-    rows = []
+def expert_rows(plan: PlanRecord, loads: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Of the report's tab: each layer with its module, how often a step calls it, and the item of its operator; of
+    measured loads (layer -> [experts] or [steps, experts]), what they come to. `*` in a module stands for numbers.
+
+    Raises:
+        AutoparError: loads of a layer that sends no tokens in this plan, or of other sizes.
+    """
+    rows, left = [], dict(loads or {})
     for region in plan.drawn.regions:
         modules = {op.name: op.module for op in region.ops}
         for each in region.experts:
+            module = modules[each.op]
+            own = re.compile(re.escape(module).replace(r"\*", r"\d+"))
+            found = {name: left.pop(name) for name in list(left) if each.axis and own.fullmatch(name)}
             rows.append(
                 {
                     **asdict(each),
-                    "module": modules[each.op],
+                    "module": module,
                     "item": f"op:{region.name}.{each.op}",
                     "calls": region.calls,
                     "times": region.calls * plan.interface.runs,
+                    **_measured(found, each.experts, each.ranks),
                 }
             )
+    if left:
+        raise AutoparError(
+            f"loads of {next(iter(left))}, which is no layer of experts that this plan sends tokens to",
+            values=f"layers are {', '.join(row['module'] for row in rows if row['axis']) or 'none'}",
+            remedy="name layers as compiled.expert_loads() does",
+        )
     return rows
+
+
+def _measured(loads: Mapping[str, Any], experts: int, ranks: int) -> dict[str, float]:
+    """The busiest rank's tokens for each of the mean rank's, the mean over layers: as experts lie (`measured`), after
+    `place_experts` (`placed`), and with a guest a rank (`visited`). Layers without tokens count for nothing.
+    """
+    found: list[tuple[float, float, float]] = []
+    for name, given in loads.items():
+        own = summed_loads(name, given, experts)
+        if not (mean := sum(own) / ranks):
+            continue
+        slots = packed(own, ranks, range(experts))
+        most = (busiest(own, ranks, range(experts)), busiest(own, ranks, slots),
+                busiest(own, ranks, slots, replicated(own, ranks, slots, 1)))  # fmt: skip
+        found.append((most[0] / mean, most[1] / mean, most[2] / mean))
+    means = (math.fsum(column) / len(found) for column in zip(*found, strict=True))
+    return dict(zip(("measured", "placed", "visited"), means, strict=False))

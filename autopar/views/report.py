@@ -46,6 +46,7 @@ def report(
     memory_factors: Sequence[float] = MEMORY_FACTORS,
     model: nn.Module | None = None,
     example_inputs: Mapping[str, Any] | None = None,
+    expert_loads: Mapping[str, Any] | None = None,
     progress: Say | None = None,
 ) -> Path:
     """Write everything about a plan as one HTML file that needs no network, and return its path.
@@ -56,10 +57,12 @@ def report(
             begun by then the page says how to ask. 0: nothing is explained.
         memory_factors: of the memory limit under which the plan is made again, to say what more or less would change.
         model, example_inputs: what a loaded plan was made for; without them nothing is explained or made again.
+        expert_loads: tokens that chose each expert, as `compiled.expert_loads()` counts them: the tab of experts says
+            what they come to, and what `place_experts` would make of them.
         progress: called before each part of the work with what it is, its number from 0, and how many there are.
 
     Raises:
-        AutoparError: a plan that was saved by an older version, a file that cannot be written.
+        AutoparError: a plan that was saved by an older version, a file that cannot be written, loads of other layers.
     """
     path = Path(path)
     if plan.views is None:
@@ -69,6 +72,7 @@ def report(
         )
     say = progress or (lambda what, number, total: None)
     found = _findings(plan, against, explain_s, memory_factors, model, example_inputs, say)
+    found = replace(found, expert_loads=expert_loads or {})
     boxes: dict[str, list[str]] = {}
     pictures = list(_pictures(plan, boxes, say))
     say("writing the page", 0, 1)

@@ -77,6 +77,23 @@ def test_experts_of_mixtures_alone(open_report: Open) -> None:
     assert "of a step take 40.0 ms, 8.0 ms of it while something" in tab.page.inner_text(".panel-experts")
 
 
+def test_loads_of_experts_have_a_column_where_they_were_measured(open_report: Open) -> None:
+    """Breaks when what placing experts would gain is not shown, or a column stands empty without loads."""
+    row = {
+        "op": "experts", "split": "tokens and experts over dp", "axis": "dp", "ranks": 4, "experts": 8, "chosen": 2,
+        "here": 2, "tokens": 32, "expert_rows": 32, "rows": 64, "busiest_rows": 80, "round_rows": 96,
+        "forward_bytes": 2**10, "forward_s": 2e-4, "forward_compute_s": 1e-3, "backward_bytes": 2**11,
+        "backward_s": 3e-4, "backward_compute_s": 2e-3, "module": "model.layers.*.mlp.experts", "item": "none",
+        "calls": 2, "times": 2, "forward_hidden_s": 0.0, "backward_hidden_s": 0.0,
+    }  # fmt: skip
+    loads = {"measured": 2.909, "placed": 1.818, "visited": 1.0606}
+    for shown in ({**row, **loads}, row):
+        tab = open_report(page({**sample.content(), "experts": [shown]}), hash_="#experts")
+        text = tab.page.inner_text(".panel-experts")
+        words = ("2.91 ×", "1.82 × placed", "1.06 × with guests", "Measured")
+        assert [each in text for each in words] == ["measured" in shown] * 4
+
+
 def test_collectives_in_groups(open_report: Open) -> None:
     """Breaks when a group's sums are not those of its rows, or a click on it does not show these alone."""
     tab = open_report(hash_="#collectives")

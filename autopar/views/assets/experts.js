@@ -5,7 +5,7 @@ const expertsView = { id: "experts", label: "Experts", make: makeExperts };
 function makeExperts(panel) {
   const rows = list(content.experts);
   panel.classList.add("fills");
-  const table = makeTable(expertColumns(), {
+  const table = makeTable(expertColumns(rows.some((row) => isNumber(row.measured))), {
     rows, label: "Layers of experts", href: (row) => graphLink(row.item), words: (row) => [row.module, row.split, row.axis].join(" "),
   });
   append(panel, [
@@ -28,7 +28,8 @@ function expertWords(rows) {
     + `All exchanges of a step take ${formatSeconds(seconds)}${isNumber(headline.bubble) ? ", on all stages" : ""}, ${hidden ? `${formatSeconds(hidden)} of it while something else computes` : "beside nothing that computes"}.`;
 }
 
-function expertColumns() {
+function expertColumns(isMeasured) {
+  const times = (value) => `${threeDigits(value)} ×`;
   const count = (key) => ({ numeric: true, value: (row) => row[key], show: (row) => formatRows(row[key]) });
   return [
     { title: "Layer", wide: true, hint: "and what is split", value: (row) => row.module, show: (row) => [dotted(row.module), small(row.split || "nothing is split")] },
@@ -37,6 +38,7 @@ function expertColumns() {
     { title: "Tokens", hint: "of a rank, before any go to their experts", ...count("tokens") },
     { title: "Per expert", hint: "tokens that choose it, on the average", ...count("expert_rows") },
     { title: "Per rank", hint: "choices of experts that a rank multiplies: on the average, and the busiest one", numeric: true, value: (row) => row.rows, show: (row) => [formatRows(row.rows), small(`${formatRows(row.busiest_rows)} the busiest`)] },
+    ...(isMeasured ? [{ title: "Measured", hint: "by the loads that were handed in: tokens of the busiest rank, a mean rank's being 1; after compiled.place_experts, and with a guest a rank", numeric: true, value: (row) => row.measured || 0, show: (row) => (isNumber(row.measured) ? [times(row.measured), small(`${times(row.placed)} placed`), small(`${times(row.visited)} with guests`)] : MISSING) }] : []),
     { title: "Round", hint: "tokens that a rank takes at once at most; where more come, all take several rounds", numeric: true, value: (row) => row.round_rows, show: (row) => (row.round_rows ? formatWhole(row.round_rows) : MISSING) },
     { title: "Exchange", hint: "forward, backward: seconds, and bytes that a rank sends", numeric: true, value: (row) => (row.axis ? row.forward_s + row.backward_s : 0), show: (row) => (row.axis ? [exchangeCost(row, "forward"), small(exchangeCost(row, "backward"))] : h("span", { class: "muted" }, MISSING)) },
     { title: "Hidden", hint: "of the exchange, forward, backward: the part that lies under other work of the layer", numeric: true, value: (row) => (row.axis ? hiddenOfLayer(row) : 0), show: (row) => (row.axis ? [hiddenShareOfLayer(row, "forward"), small(hiddenShareOfLayer(row, "backward"))] : h("span", { class: "muted" }, MISSING)) },

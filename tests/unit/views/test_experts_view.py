@@ -10,6 +10,7 @@ import torch
 
 import autopar
 from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
 from autopar.cost.under_way import step_hidden_s
 from autopar.machine.hardware import Hardware
 from autopar.operators.rules.exchange_cost import ranks_of_token, rows_at_once
@@ -73,6 +74,24 @@ def test_exchanges_are_those_of_the_plan(exchanged: Plan) -> None:
         assert row["times"] * row[f"{phase}_s"] == pytest.approx(sum(each.seconds for each in planned))
         assert row[f"{phase}_compute_s"] > 0
     assert row["item"] in content_of(exchanged, Findings(), (), {})["items"]
+
+
+def test_loads_say_what_placing_would_gain(exchanged: Plan) -> None:
+    """Breaks if layers get each other's loads, if the mean is not one of layers, or if what `place_experts` makes of
+    them is something else; if loads that no layer has go by without a word.
+    """
+    first, second = ([9, 7, 0, 0, 0, 0, 0, 0], [2] * 8)
+    loads = {"model.layers.0.mlp.experts": [first, first], "model.layers.1.mlp.experts": second}
+    (row,) = content_of(exchanged, Findings(expert_loads=loads), (), {})["experts"]
+    assert (row["measured"], row["placed"]) == ((4.0 + 1.0) / 2, (9 / 4 + 1.0) / 2)
+    assert row["visited"] == (9 / 8 + 1.0) / 2  # each of the two has one guest, somewhere else
+    assert "measured" not in rows_of(exchanged)[0]
+    for name, given, said in (
+        ("model.layers.0.mlp", second, "model.layers.0.mlp, which is no layer of experts"),
+        ("model.layers.0.mlp.experts", [1, 2], "2 numbers a step"),
+    ):
+        with pytest.raises(AutoparError, match=said):
+            content_of(exchanged, Findings(expert_loads={name: given}), (), {})
 
 
 def test_experts_that_stay_send_nothing() -> None:
