@@ -60,7 +60,8 @@ class Items:
                     found[f"move:{region.name}.{which}.{number}"] = self._move(region, move)
         for key, members in boxes.items():
             found.setdefault(key, self._box(key, members))
-        for kind, tensors in (("in", self.plan.interface.inputs), ("out", self.plan.interface.outputs)):
+        border = self.plan.interface.of_program()
+        for kind, tensors in (("in", border.inputs), ("out", border.outputs)):
             for tensor in tensors:
                 text = format_shape(dtype_name(tensor.dtype), tensor.shape, tensor.sharding, self.axes)
                 what = "input" if kind == "in" else "output"

@@ -27,8 +27,8 @@ class _Overview:
         self, dot: Dot, plan: PlanRecord, views: Views, style: Style, phases: Sequence[str], others: int
     ) -> None:
         self.dot, self.plan, self.views, self.style = dot, plan, views, style
-        self.io = {f"in:{each.name}": each for each in plan.interface.inputs}
-        self.io |= {f"out:{each.name}": each for each in plan.interface.outputs}
+        self.io = {f"in:{each.name}": each for each in plan.interface.of_program().inputs}
+        self.io |= {f"out:{each.name}": each for each in plan.interface.of_program().outputs}
         others += num_lane_boxes(plan.pipeline) if plan.pipeline is not None else 0
         moves = sum(bool(region.moves) for region in views.regions) * len(phases)
         depths = depths_of(views, phases, others + len(self.io) + moves)

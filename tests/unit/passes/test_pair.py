@@ -18,6 +18,9 @@ from autopar.ir.program import Program
 from autopar.ir.rings import SEND, TAKE, is_exchange
 from autopar.passes.pair import pair, why_not
 from autopar.runtime.checker.program import check_types
+from autopar.views.content import Findings, content_of
+from autopar.views.picture import dot_source
+from autopar.views.words import in_words
 from tests.unit.passes.test_interleave import Alone, Deep, Qwen, planned, program_of
 from tests.unit.test_mixtures import VOCABULARY, model_of
 from tests.unit.test_mixtures import planned as of_model
@@ -208,3 +211,15 @@ def test_experts_may_still_be_placed() -> None:
     assert two().interface.experts == alone.interface.experts and all(
         each.parameters for each in alone.interface.experts
     )
+
+
+def test_what_people_look_at() -> None:
+    """Breaks if pictures and tables do not find the second microbatch's inputs and outputs, or count calls twice."""
+    plan = two()
+    assert all("x_b" in dot_source(plan, detail=detail) for detail in ("overview", "region"))
+    rows = content_of(plan, Findings(), (), {})["experts"]
+    assert isinstance(rows, list) and [row["times"] for row in rows] == [1, 1]
+    for phase in ("forward", "backward"):
+        sent = sum(each.bytes_sent for each in plan.collectives if (each.kind, each.phase) == ("exchange", phase))
+        assert sum(row["times"] * row[f"{phase}_bytes"] for row in rows) == pytest.approx(sent)
+    assert any("two at a time" in line for line in in_words(plan))
