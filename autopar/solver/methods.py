@@ -130,10 +130,24 @@ def is_long(num_edges: int) -> bool:
     return num_edges >= THRESHOLDS.long_edges
 
 
-def most_cells_planned(size: Size, *, priced: bool) -> float:
-    """Tables are planned up to so many cells, which may be fewer once dominated choices are left out; 0: not at all."""
+def is_quick(size: Size) -> bool:
+    """Whether compiled passes over a graph take so little that they go on until nothing moves any more."""
+    return size.all_pairs < THRESHOLDS.narrow_pairs
+
+
+def most_cells_planned(size: Size, *, priced: bool, anytime: bool = False) -> float:
+    """Tables are planned up to so many cells, which may be fewer once dominated choices are left out; 0: not at all.
+    Of graphs for quick LOOPS only those that are TABLES: more are planned where passes leave a gap.
+    """
     if priced and size.edges >= THRESHOLDS.large_edges:
         return 0.0
+    if not priced and not anytime and is_wide(size) and is_quick(size) and size.edges < THRESHOLDS.large_edges_in_brief:
+        return THRESHOLDS.easy_cells
+    return most_cells_asked()
+
+
+def most_cells_asked() -> float:
+    """The most cells that are planned."""
     return THRESHOLDS.most_cells / THRESHOLDS.undominated_share
 
 

@@ -27,6 +27,11 @@ STALL_SHARE = 0.02
 STALL_RISE = 5e-4
 """Messages are passed on while so many sweeps raise the bound by more than these shares of what is missing to the best
 choice, or, as that may be a bad one, of the bound itself."""
+LASTING_SWEEPS, STILL_SWEEPS, STILL_RISE = 400, 32, 1e-5
+"""Where a sweep costs little beside what would come next, it goes on until so many of them, or of the last of them, raise
+the bound by less than this share: what rounds badly shortly before messages have settled is often optimal once they have.
+"""
+FIRST_ROUNDS, ROUND_EVERY = (3, 7), 16
 LOOK_FROM_SWEEP = 3
 BRIEF = (1, 2)
 QUICK = (2, 8)
@@ -124,6 +129,7 @@ class Oracle:
         exactly: bool = True,
         hopeless: float = np.inf,
         searches: bool = True,
+        lasting: bool = False,
     ) -> float:
         """Eliminate everything, where there are `buckets` (and `exactly`). Otherwise sweep until bound and best priced
         cost meet. Returns the bound on the priced cost (limit not subtracted).
@@ -131,7 +137,8 @@ class Oracle:
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
         `patience`), after `max_sweeps`, when `late`, or where n sweeps (four or more) leave a
-        relative gap of more than `hopeless` / n. searches: for choices; if not, only for a bound.
+        relative gap of more than `hopeless` / n. searches: for choices; if not, only for a bound. lasting: the bound has
+        to have stopped rising.
         """
         if not self.plan.core:
             offer(self.complete([]))
@@ -147,13 +154,15 @@ class Oracle:
             bounds.append(max(self.messages.step(), bounds[-1] if bounds else -np.inf))
             is_late = late()
             bound = bounds[-1] + self.state.constant
-            if searches and not self.plan.whole and sweep % 4 == 2:
-                known = min(known, self._try(offer, known, bound, forward=False))
-            if searches and (sweep % 4 == 0 or is_late or (not self.plan.whole and sweep in (1, 3))):
-                known = min(known, self._try(offer, known, bound))
+            for forward in self._rounds(sweep, is_late, lasting) if searches else ():
+                known = min(known, self._try(offer, known, bound, forward=forward))
             missing = known - bound
             if missing <= tolerance(known) or is_late:
                 break
+            if lasting:
+                if sweep >= STILL_SWEEPS and bounds[-1] - bounds[-1 - STILL_SWEEPS] < STILL_RISE * abs(bound):
+                    break
+                continue
             if sweep >= LOOK_FROM_SWEEP and missing * (sweep + 1) > hopeless * abs(known):
                 return bound
             # Momentum that has just restarted has yet to show what it does.
@@ -164,6 +173,16 @@ class Oracle:
         if searches and known - bounds[-1] - self.state.constant > tolerance(known) and not late():
             self._try(offer, np.inf, 0.0, thorough=True)
         return bounds[-1] + self.state.constant
+
+    def _rounds(self, sweep: int, is_late: bool, lasting: bool) -> tuple[bool, ...]:
+        """Whether messages are rounded forwards (True) or backwards after a sweep, in turn."""
+        if lasting:
+            looks = sweep in FIRST_ROUNDS or sweep % ROUND_EVERY == ROUND_EVERY - 1 or is_late
+            return (True, False) if looks else ()
+        whole = self.plan.whole
+        backward = not whole and sweep % 4 == 2
+        forward = sweep % 4 == 0 or is_late or (not whole and sweep in (1, 3))
+        return (*((False,) if backward else ()), *((True,) if forward else ()))
 
     def _eliminate(self, buckets: Buckets, offer: Callable[[IntArray], float]) -> float:
         filled = buckets.run(self.messages.costs, self.messages.matrices)

@@ -12,7 +12,7 @@ from autopar.solver.crossover import blend
 from autopar.solver.exact import num_pairs
 from autopar.solver.fixing import WORTH_REPEATING, below, fix, limit_paid, reduced_costs
 from autopar.solver.graph import Graph
-from autopar.solver.methods import Method, is_wide, method_for
+from autopar.solver.methods import Method, is_quick, is_wide, method_for
 from autopar.solver.narrowing import find_prices
 from autopar.solver.oracle import Oracle
 from autopar.solver.pool import combine, run_program
@@ -54,7 +54,7 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
     """The phases, once each; returns the last prices."""
     pooled, branched = np.inf, False
     for repeat in range(MAX_FIXINGS):
-        settled = settle(graph)
+        settled = settle(graph, anytime=search.anytime)
         if isinstance(settled, Domains):
             search.raise_bound(np.inf, "consistency")
             return prices
@@ -65,7 +65,8 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
         # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
         tables = settled.buckets if method is Method.TABLES else None
         oracle = Oracle(settled.graph, settled.working_plan(method), tables, compiles=method.compiles(search.anytime))
-        untangles = repeat == 0 and tables is None and settled.buckets is not None
+        lasting = method is Method.LOOPS and not priced and is_quick(settled.size)
+        untangles = repeat == 0 and tables is None and settled.may_untangle
         if method is Method.LARGE:
             from autopar.solver.large.phases import minimise_large  # it loads numba
 
@@ -78,11 +79,12 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
             prices = find_prices(oracle, search, prices)
             find_fitting = _fit(oracle, search, prices, find_fitting)
             _solve_pool(oracle.graph, search, prices)
-        prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, TANGLED_GAP if untangles else np.inf)
+        hopeless = TANGLED_GAP if untangles else np.inf
+        prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, hopeless, lasting=lasting)
         find_fitting = _fit(oracle, search, prices, find_fitting)
         if not search.is_open:
             return prices
-        given_up = untangles and search.relative_gap > POOLED_GAP
+        given_up = untangles and not lasting and search.relative_gap > POOLED_GAP
         if not given_up and (repeat == 0 or search.cost < pooled):
             _solve_pool(oracle.graph, search, prices)
             pooled = search.cost

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.oracle import Oracle
+from autopar.solver.oracle import LASTING_SWEEPS, Oracle
 from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.programs import mathopt
 from autopar.solver.search import Search, column_of
@@ -130,13 +130,17 @@ def ascend(
     effort: int = 1,
     hopeless: float = np.inf,
     max_rounds: int = MAX_ROUNDS,
+    lasting: bool = False,
 ) -> FloatArray:
     """Raise the bound by message passing and, where memory binds, by prices; returns the best prices [num points].
 
     Every choice found on the way is offered to the search. `start` are prices to begin with;
     `effort` multiplies how long messages are passed before a bound counts as converged; they are given up where n
-    sweeps leave a relative gap of more than `hopeless` / n. max_rounds: of prices tried.
+    sweeps leave a relative gap of more than `hopeless` / n. max_rounds: of prices tried. lasting: where there are none, as of
+    `Oracle.run`.
     """
+    if lasting and not len(start):
+        return _query(oracle, search, start, LASTING_SWEEPS, effort, lasting=True)[1]
     is_free = not start.any()
     first = NEXT_SWEEPS if len(start) and is_free else FIRST_SWEEPS
     best_bound, best_prices = _query(oracle, search, start, first * effort, effort, hopeless=hopeless)
@@ -191,6 +195,7 @@ def _query(
     exactly: bool = True,
     hopeless: float = np.inf,
     searches: bool = True,
+    lasting: bool = False,
 ) -> tuple[float, FloatArray]:
     limit_cost = float(prices.sum()) * search.target.limit if prices.any() else 0.0
     known = min((c.cost + float(prices @ c.profile) for c in search.columns), default=np.inf)
@@ -206,7 +211,7 @@ def _query(
     oracle.set_prices(prices)
     bound = oracle.run(
         offer, known, tolerance, max_sweeps, patience, lambda: search.late,
-        exactly=exactly, hopeless=hopeless, searches=searches,
+        exactly=exactly, hopeless=hopeless, searches=searches, lasting=lasting,
     )  # fmt: skip
     bound -= limit_cost
     search.raise_bound(bound, "prices" if prices.any() else "messages")

@@ -17,28 +17,34 @@ from autopar.solver.buckets import Buckets
 from autopar.solver.consistency import Domains, propagate
 from autopar.solver.eliminate import Plan
 from autopar.solver.graph import Graph, restrict, tidy
-from autopar.solver.methods import Method, Size, most_cells_planned, worth_untangling
+from autopar.solver.methods import Method, Size, most_cells_asked, most_cells_planned, worth_untangling
 from autopar.solver.presolve import presolve
 from autopar.solver.problem import BoolArray, Edge, FloatArray
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A graph, the plan that leaves its core, the tables that eliminate the core (None: too much work, whatever is left
-    out), and what `autopar.solver.methods` asks.
+    """A graph, the plan that leaves its core, the tables that eliminate the core (None: they have more than `planned`
+    cells), and what `autopar.solver.methods` asks.
     """
 
     graph: Graph
     plan: Plan
     buckets: Buckets | None
     size: Size
+    planned: float = 0.0
+
+    @property
+    def may_untangle(self) -> bool:
+        """Whether it is not known yet that eliminating the core is too much work, whatever is left out."""
+        return self.buckets is not None or 0 < self.planned < most_cells_asked()
 
     def working_plan(self, method: Method) -> Plan:
         """How messages are passed: on the core, or on the whole graph."""
         return Plan(self.graph, eliminates=False) if method.whole else self.plan
 
 
-def settle(graph: Graph) -> Settled | Domains:
+def settle(graph: Graph, *, anytime: bool = False) -> Settled | Domains:
     """The graph and an elimination plan whose core is arc consistent, too; or the domains that leave a core node empty.
 
     Eliminating a node joins what its neighbours allow each other, which can forbid more than the edges did alone.
@@ -52,14 +58,13 @@ def settle(graph: Graph) -> Settled | Domains:
         if all(mask.all() for mask in domains.alive):
             pairs, all_pairs = (sum(e.costs.size for e in edges) for edges in (core, graph.edges))
             size = Size(len(core), pairs, all_pairs)
-            most_cells = most_cells_planned(size, priced=bool(graph.num_points))
+            most_cells = most_cells_planned(size, priced=bool(graph.num_points), anytime=anytime)
             if not most_cells:
                 return Settled(graph, plan, None, size)
-            counts = [len(graph.costs[v]) for v in plan.core]
-            buckets = Buckets(counts, _by_position(plan, core), most_cells=most_cells)
-            if not buckets.done:
-                return Settled(graph, plan, None, size)
-            return Settled(graph, plan, buckets, replace(size, tables=buckets.cells))
+            buckets = _tables(graph, plan, core, most_cells)
+            if buckets is None:
+                return Settled(graph, plan, None, size, most_cells)
+            return Settled(graph, plan, buckets, replace(size, tables=buckets.cells), most_cells)
         smaller = presolve(restrict(graph, domains.alive))
         if isinstance(smaller, Domains):
             return smaller
@@ -70,14 +75,24 @@ def untangle(settled: Settled, seconds: float) -> Settled | None:
     """The same without memory, and without the choices that then are dominated in the core; None where eliminating it
     by tables takes more than `seconds`, or too much memory.
     """
-    if settled.buckets is None or seconds <= 0:
+    if not settled.may_untangle or seconds <= 0:
         return None
     usages = tuple(() for _ in settled.graph.costs)
     free = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
-    smaller = settle(tidy(restrict(free.graph, _undominated_in_core(free))))
+    if settled.buckets is None:
+        core = settled.plan.core_problem(settled.plan.run(list(settled.graph.costs)))
+        if _tables(settled.graph, settled.plan, core, most_cells_asked()) is None:
+            return None
+    smaller = settle(tidy(restrict(free.graph, _undominated_in_core(free))), anytime=True)
     if isinstance(smaller, Domains) or smaller.buckets is None:
         return None
     return smaller if worth_untangling(smaller.buckets.cells, smaller.buckets.kept, seconds) else None
+
+
+def _tables(graph: Graph, plan: Plan, core: list[Edge], most_cells: float) -> Buckets | None:
+    """How to eliminate the core, whose edges these are; None where it is more than so many cells."""
+    buckets = Buckets([len(graph.costs[v]) for v in plan.core], _by_position(plan, core), most_cells=most_cells)
+    return buckets if buckets.done else None
 
 
 def _undominated_in_core(settled: Settled) -> list[BoolArray]:
