@@ -13,7 +13,8 @@
 
     TABLES    eliminates the core exactly (`buckets`): no messages, no programs.
     MESSAGES  passes messages on the core, at prices of a master problem; then pool, branching, fixing, programs.
-    LOOPS     the same on the whole graph, by compiled loops, with dives: eliminating at every price takes longer.
+    LOOPS     the same on the whole graph, by compiled loops, with dives: eliminating at every price takes longer. Where
+              nothing is priced, messages are passed until they have settled.
     NARROWED  LOOPS; prices are first sought among the few choices that matter (`narrowing`): a pass over all is long.
     LARGE     prices by the volume algorithm, choices by annealing, and programs over what both came to (`large`).
 

@@ -28,8 +28,9 @@ STALL_RISE = 5e-4
 """Messages are passed on while so many sweeps raise the bound by more than these shares of what is missing to the best
 choice, or, as that may be a bad one, of the bound itself."""
 LASTING_SWEEPS, STILL_SWEEPS, STILL_RISE = 400, 32, 1e-5
-"""Where a sweep costs little beside what would come next, it goes on until so many of them, or of the last of them, raise
-the bound by less than this share: what rounds badly shortly before messages have settled is often optimal once they have.
+"""Where a sweep costs little beside what would come next: as many at most; they end where so many of the last of them
+raised the bound by no more than this share. What rounds badly shortly before messages have settled is often optimal once
+they have.
 """
 FIRST_ROUNDS, ROUND_EVERY = (3, 7), 16
 LOOK_FROM_SWEEP = 3
@@ -137,8 +138,8 @@ class Oracle:
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
         `patience`), after `max_sweeps`, when `late`, or where n sweeps (four or more) leave a
-        relative gap of more than `hopeless` / n. searches: for choices; if not, only for a bound. lasting: the bound has
-        to have stopped rising.
+        relative gap of more than `hopeless` / n. searches: for choices; if not, only for a bound. lasting: until the
+        bound stands still.
         """
         if not self.plan.core:
             offer(self.complete([]))
@@ -160,7 +161,7 @@ class Oracle:
             if missing <= tolerance(known) or is_late:
                 break
             if lasting:
-                if sweep >= STILL_SWEEPS and bounds[-1] - bounds[-1 - STILL_SWEEPS] < STILL_RISE * abs(bound):
+                if sweep >= STILL_SWEEPS and bounds[-1] - bounds[-1 - STILL_SWEEPS] <= STILL_RISE * abs(bound):
                     break
                 continue
             if sweep >= LOOK_FROM_SWEEP and missing * (sweep + 1) > hopeless * abs(known):

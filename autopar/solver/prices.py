@@ -136,8 +136,8 @@ def ascend(
 
     Every choice found on the way is offered to the search. `start` are prices to begin with;
     `effort` multiplies how long messages are passed before a bound counts as converged; they are given up where n
-    sweeps leave a relative gap of more than `hopeless` / n. max_rounds: of prices tried. lasting: where there are none, as of
-    `Oracle.run`.
+    sweeps leave a relative gap of more than `hopeless` / n. max_rounds: of prices tried. lasting: where there are none,
+    as of `Oracle.run`.
     """
     if lasting and not len(start):
         return _query(oracle, search, start, LASTING_SWEEPS, effort, lasting=True)[1]

@@ -23,7 +23,7 @@ from autopar.solver.problem import FloatArray
 from tests.unit.solver.instances import brute_force, dense_problems, graph_of, knots, layered, thresholds
 
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
-WAYS = ("tables first", "tables once", "messages")
+WAYS = ("tables first", "tables once", "messages", "loops", "loops, tables once")
 
 
 @contextmanager
@@ -33,6 +33,9 @@ def solving_by(way: str) -> Iterator[None]:
         yield
     elif way == "messages":
         with thresholds(easy_cells=0, most_cells=0):
+            yield
+    elif way.startswith("loops"):
+        with thresholds(compiled_edges=0, easy_cells=1 if "tables" in way else 0):
             yield
     else:
         with (
@@ -145,12 +148,16 @@ def test_equal_rows_and_columns_become_one() -> None:
     np.testing.assert_array_equal(joined.costs[np.ix_(joined.u_class, joined.v_class)], matrix)
 
 
+@pytest.mark.parametrize("way", ["tables first", "loops, tables once"])
 @SOME
-@given(dense_problems)
-def test_untangling_keeps_the_optimum_without_limit(problem: AssignmentProblem) -> None:
-    """Breaks if a choice that dominates in the core takes the place of one that only memory would pay for."""
+@given(problem=dense_problems)
+def test_untangling_keeps_the_optimum_without_limit(way: str, problem: AssignmentProblem) -> None:
+    """Breaks if a choice that dominates in the core takes the place of one that only memory would pay for, or where
+    tables are planned only once messages have left a gap.
+    """
     graph = graph_of(problem)
-    settled = graph if graph is None else settle.settle(graph)
+    with solving_by(way):
+        settled = graph if graph is None else settle.settle(graph)
     best = brute_force(problem).cost_without_limit
     if settled is None or isinstance(settled, Domains):
         assert best == np.inf

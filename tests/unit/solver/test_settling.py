@@ -1,0 +1,68 @@
+"""Messages that are passed by compiled loops, without prices of memory, until they have settled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from autopar.solver import AssignmentProblem, Edge, Node, oracle, pool, solve
+from autopar.solver.compiled_messages import CompiledMessages
+from tests.unit.solver.instances import layered, thresholds
+
+pytestmark = pytest.mark.unit
+
+
+@contextmanager
+def loops() -> Iterator[list[float]]:
+    """Small problems go the way of wide ones, and no tables end the search. Yields the bounds of all sweeps."""
+    bounds: list[float] = []
+    step = CompiledMessages.step
+
+    def noted(messages: CompiledMessages) -> float:
+        bounds.append(step(messages))
+        return bounds[-1]
+
+    limits = thresholds(compiled_edges=0, easy_cells=0, most_cells=0)
+    with limits, patch.object(CompiledMessages, "step", noted):
+        yield bounds
+
+
+def test_what_rounds_badly_is_optimal_once_messages_have_settled() -> None:
+    """Breaks if sweeps stop where the bound rises little: an integer program of all edges takes longer than they do."""
+    problem = layered(2, num_nodes=400, num_choices=10, skips=0.9)
+    best = solve(problem, gap=1e-6).cost
+    with loops(), patch.object(pool, "solve_exactly", side_effect=AssertionError("messages had not settled")):
+        found = solve(problem)
+    assert found.status == "optimal"
+    assert found.cost == problem.evaluate(found.choice) == pytest.approx(best, rel=1e-3)
+    assert found.bound <= best * (1 + 1e-9)
+
+
+def test_messages_that_cannot_settle_are_given_up() -> None:
+    """Breaks if sweeps go on, to the last that there may be, where the bound has long stopped: a ring of odd length of
+    nodes that all want to differ is half a conflict each to messages.
+    """
+    differ, whole = np.where(np.eye(2, dtype=bool), 1.0, 0.0), np.arange(2)
+    nodes = tuple(Node(f"n{v}", np.zeros(2)) for v in range(9))
+    edges = [Edge(v, (v + 1) % 9, whole, whole, differ) for v in range(9)]
+    edges += [Edge(v, (v + 2) % 9, whole, whole, 0.1 * differ) for v in range(9)]
+    with loops() as bounds:
+        found = solve(AssignmentProblem(nodes, tuple(edges)))
+    assert found.status == "optimal"
+    assert found.cost == pytest.approx(1.0 + 0.7)
+    first = bounds[: oracle.LASTING_SWEEPS]
+    assert len(first) < oracle.LASTING_SWEEPS
+    assert max(first[: oracle.STILL_SWEEPS]) < found.cost
+
+
+def test_choices_are_looked_for_while_messages_settle() -> None:
+    """Breaks if choices are only looked for at the end: what is late by then has none, however good messages are."""
+    problem = layered(1, num_nodes=200, num_choices=8, skips=0.9)
+    with loops(), patch.object(oracle, "LASTING_SWEEPS", oracle.FIRST_ROUNDS[0] + 1):
+        seen: list[float] = []
+        solve(problem, progress=lambda phase, cost, bound: seen.append(cost) if phase == "messages" else None)
+    assert np.isfinite(seen[0])
