@@ -29,8 +29,8 @@ STALL_RISE = 5e-4
 choice, or, as that may be a bad one, of the bound itself."""
 LASTING_SWEEPS, STILL_SWEEPS, STILL_RISE = 400, 32, 1e-5
 """Where a sweep costs little beside what would come next: as many at most; they end where so many of the last of them
-raised the bound by no more than this share. What rounds badly shortly before messages have settled is often optimal once
-they have.
+raised the bound by no more than this share. What rounds badly shortly before messages have settled is often optimal
+once they have.
 """
 FIRST_ROUNDS, ROUND_EVERY = (3, 7), 16
 LOOK_FROM_SWEEP = 3
