@@ -173,6 +173,22 @@ def test_untangling_keeps_the_optimum_without_limit(way: str, problem: Assignmen
     assert found == [] if best == np.inf else found == [pytest.approx(best)]
 
 
+def test_tables_are_planned_when_messages_have_left_a_gap() -> None:
+    """Breaks if graphs for compiled loops, whose tables are not planned at once, get none when they are asked for."""
+    problem = layered(0, num_nodes=100, num_choices=8, skips=0.9)
+    graph = graph_of(replace(problem, nodes=tuple(replace(node, usages=()) for node in problem.nodes)))
+    assert graph is not None
+    with solving_by("loops, tables once"):
+        settled = settle.settle(graph)
+        assert isinstance(settled, settle.Settled) and settled.buckets is None
+        free = settle.untangle(settled, 60.0)
+    assert free is not None and free.buckets is not None
+    found: list[float] = []
+    exact = Oracle(free.graph, free.plan, free.buckets)
+    exact.run(lambda choice: found.append(exact.evaluator.cost(choice)) or found[-1], np.inf, abs, 0, 1, lambda: False)
+    assert found == [pytest.approx(solve(problem, gap=1e-6).cost)]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @SOME
 @given(problem=dense_problems, room=st.sampled_from([None, 0, 1, 3, 1000]))
