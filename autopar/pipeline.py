@@ -1,8 +1,8 @@
 """The way through: the ordered list of passes, and what happens between them.
 
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ name_values
-                 ─ rematerialize ─ spread_heads ─ split_keys ─ read_codes ─ annotate ─ place ─ insert_collectives
-                 ─ interleave ─ split_stages ─ overlap ─ emit ─► Python
+                 ─ rematerialize ─ spread_heads ─ split_keys ─ read_codes ─ fuse_writes ─ annotate ─ place
+                 ─ insert_collectives ─ interleave ─ split_stages ─ overlap ─ emit ─► Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
 attention reads is moved for its sake, `interleave` where tokens go to their experts. Between passes, and nowhere else,
@@ -35,6 +35,7 @@ from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.fuse_elementwise import fuse_elementwise
+from autopar.passes.fuse_writes import fuse_writes
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.interleave import interleave
 from autopar.passes.name_values import name_values
@@ -98,6 +99,9 @@ RECOMPUTE: tuple[Pass, ...] = (
     ),
     Pass("split_keys", lambda program, request: split_keys(program, pieces=request.prepared.pieces)),
     Pass("read_codes", lambda program, request: read_codes(program, hardware=request.mesh.hardware)),
+    Pass(
+        "fuse_writes", lambda program, request: fuse_writes(program, mesh=request.mesh, strategies=request.strategies)
+    ),
 )
 """What the backward computes again, and what attention reads: once for each mode of recomputation."""
 

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import autopar.operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves
+from autopar.ir.graphs import CACHES
 from autopar.runtime.loader import Tensors
 
 Run = Callable[[Tensors], Sequence[Tensor]]
@@ -69,6 +71,11 @@ def waiting_for_device(work: Callable[[], object]) -> list[str]:
     return sorted(found)
 
 
+_rotary_write = torch.ops.autopar.rotary_write.default
+_WRITTEN: Mapping[Any, Sequence[int]] = {torch.ops.aten.index_copy.default: (0,), _rotary_write: CACHES}
+"""Operators that write into a copy of what they are given at these places."""
+
+
 class StateUses(TorchDispatchMode):
     """Finds the states of which a program only asks that something be written into a copy of them."""
 
@@ -82,7 +89,7 @@ class StateUses(TorchDispatchMode):
         for place, leaf in enumerate(tree_leaves((args, kwargs or {}))):
             name = self._names.get(_storage(leaf)) if isinstance(leaf, Tensor) else None
             if name is not None:
-                self._uses[name].append(func is torch.ops.aten.index_copy.default and place == 0)
+                self._uses[name].append(place in _WRITTEN.get(func, ()))
         return func(*args, **(kwargs or {}))
 
     def only_written(self) -> frozenset[str]:
@@ -100,6 +107,10 @@ class _InPlace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index_copy.default and id(args[0]) in self._ids:
             return torch.ops.aten.index_copy_.default(*args, **(kwargs or {}))
+        if func is _rotary_write:
+            caches = [args[place] for place in CACHES if place < len(args) and args[place] is not None]
+            if all(id(each) in self._ids for each in caches):
+                return [torch.ops.autopar.rotary_write_.default(*args, **(kwargs or {})), *caches]
         return func(*args, **(kwargs or {}))
 
 

@@ -10,6 +10,7 @@ import torch
 
 from autopar.cost.roofline import Work
 from autopar.ir.choices import Choice
+from autopar.ir.graphs import CACHES
 from autopar.ir.op_call import OpCall
 from autopar.ir.region import NodeStrategy
 from autopar.ir.rule import Dims, Rule
@@ -42,6 +43,8 @@ def local_work(
     moved = _moved_bytes(call, rule, strategy, sizes)
     if in_place and call.name in _WRITES:
         moved = 2.0 * _bytes_of(call.operands, strategy.operands, sizes)[-1]
+    if in_place and call.name == "autopar.rotary_write.default":
+        moved = _token_bytes(call, strategy, sizes)
     kind = _CLASSES.get(rule.op_class, rule.op_class)
     if kind == "attention":
         kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
@@ -66,6 +69,15 @@ def _moved_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
         total = sum(written)
         return total + sum(min(each, total) for each in read)
     return sum(written) + sum(read)
+
+
+def _token_bytes(call: OpCall, strategy: NodeStrategy, sizes: Sequence[int]) -> float:
+    """Of a token that is rotated and written where its caches lie: these are not read, and written at its positions."""
+    given = _bytes_of(call.operands, strategy.operands, sizes)
+    share = call.operands[0].shape[2] / call.operands[5].shape[2]
+    written = sum(size * share for place, size in enumerate(given) if place in CACHES)
+    read = sum(size for place, size in enumerate(given) if place not in CACHES)
+    return read + written + _bytes_of(call.results, strategy.results, sizes)[0]
 
 
 def _bytes_of(specs: Sequence[object], layouts: Sequence[object], sizes: Sequence[int]) -> list[float]:

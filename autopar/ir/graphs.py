@@ -128,6 +128,16 @@ def is_view(node: fx.Node) -> bool:
     return _base_name(node) in _VIEWS or "getitem" in str(node.target)
 
 
+CACHES = (5, 6, 8, 9)
+"""The operands of `autopar.rotary_write` that are caches: of keys, of values, and their scales."""
+
+
+def caches_of(node: fx.Node) -> list[fx.Node]:
+    """The caches that `autopar.rotary_write` writes into."""
+    given = [node.args[place] for place in CACHES if place < len(node.args)]
+    return [each for each in given if isinstance(each, fx.Node)]
+
+
 def is_attention(node: fx.Node) -> bool:
     """Whether a node is attention, or its gradient."""
     return node.op == "call_function" and str(node.target).startswith("autopar.attention")

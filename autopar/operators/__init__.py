@@ -61,6 +61,7 @@ from autopar.operators.dispatched import (
     rms_norm_backward,
     rotary,
     rotary_backward,
+    rotary_write,
     sum_exp,
 )
 from autopar.operators.dropout_autograd import tracing_seed
@@ -89,6 +90,6 @@ __all__ = [
     "linear_grad_input", "linear_grad_weight", "log_softmax", "log_softmax_grad", "lstm", "lstm_grad", "matmul",
     "merge_attention", "moving_average", "part", "pieces_merged", "pieces_top", "pieces_total", "positions",
     "put_label", "random", "repeat_heads", "repeat_heads_grad", "resize", "rms_norm", "rms_norm_backward", "rnn",
-    "rnn_grad", "rotary", "rotary_backward", "softmax", "softmax_grad", "starts", "sum_exp", "take_label",
-    "trace_coupled_product", "tracing_seed", "whole", "write_piece",
+    "rnn_grad", "rotary", "rotary_backward", "rotary_write", "softmax", "softmax_grad", "starts", "sum_exp",
+    "take_label", "trace_coupled_product", "tracing_seed", "whole", "write_piece",
 ]  # fmt: skip

@@ -22,4 +22,5 @@ rms_norm = _ops.rms_norm.default
 rms_norm_backward = _ops.rms_norm_backward.default
 rotary = _ops.rotary.default
 rotary_backward = _ops.rotary_backward.default
+rotary_write = _ops.rotary_write.default
 sum_exp = _ops.sum_exp.default

@@ -44,6 +44,7 @@ from autopar.operators.random_numbers import random
 from autopar.operators.recurrent import lstm, lstm_grad, rnn, rnn_grad
 from autopar.operators.rms_norm import fake_rms_norm, fake_rms_norm_backward, rms_norm, rms_norm_backward
 from autopar.operators.rotary import rotary, rotary_backward
+from autopar.operators.rotary_write import fake_rotary_write, rotary_write, rotary_write_
 from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
 
 _LIBRARY = Library("autopar", "DEF")
@@ -311,6 +312,19 @@ _register(
     "rotary_backward(Tensor g, Tensor cos, Tensor sin) -> Tensor",
     rotary_backward,
     lambda g, cos, sin: torch.empty_like(g),
+)
+_TOKEN = "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin"
+_register(
+    f"rotary_write({_TOKEN}, Tensor keys, Tensor values, Tensor at, Tensor? key_scales=None, "
+    'Tensor? value_scales=None, *, str storage="") -> Tensor[]',
+    rotary_write,
+    fake_rotary_write,
+)
+_register(
+    f"rotary_write_({_TOKEN}, Tensor(a!) keys, Tensor(b!) values, Tensor at, Tensor(c!)? key_scales=None, "
+    'Tensor(d!)? value_scales=None, *, str storage="") -> Tensor',
+    rotary_write_,
+    lambda q, *_, **__: torch.empty_like(q),
 )
 _register(
     "own_gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] saved, str function) -> Tensor[]",

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 TOGETHER = ("kernels", "train", "streams", "candidates")
 """Sections that time nothing."""
-SECTIONS = ("env", *TOGETHER, "attention", "step1b", "generate", "calibrate", "accuracy")
+SECTIONS = ("env", *TOGETHER, "decode", "attention", "step1b", "generate", "calibrate", "accuracy")
 ENDED = ("", "out of time", "no time left")
 """Ways to end that are no fault."""
 LEAST_S = 5.0
@@ -117,7 +117,7 @@ def environment_of(name: str, device: str) -> Mapping[str, str]:
     }  # fmt: skip
     if device == "cpu":
         found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        if name in ("kernels", "candidates", "attention"):
+        if name in ("kernels", "candidates", "decode", "attention"):
             found |= {"TRITON_INTERPRET": "1", "AUTOPAR_ATTENTION": "triton"}
     return found
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch.library import Library
 
-from autopar.runtime.kernels import cross_entropy, rms_norm, rotary
+from autopar.runtime.kernels import cross_entropy, rms_norm, rotary, rotary_write
 
 _KERNELS = {
     "rms_norm": rms_norm.rms_norm,
     "rms_norm_backward": rms_norm.rms_norm_backward,
     "rotary": rotary.rotary,
     "rotary_backward": rotary.rotary_backward,
+    "rotary_write": rotary_write.rotary_write,
+    "rotary_write_": rotary_write.rotary_write_,
     "sum_exp": cross_entropy.sum_exp,
     "cross_entropy_grad": cross_entropy.cross_entropy_grad,
 }

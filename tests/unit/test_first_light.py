@@ -43,3 +43,13 @@ def test_sections_run_without_a_gpu(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "step1b.jsonl")
     losses = [row["losses"] for row in rows if "losses" in row]
     assert len(losses) == 3 and all(abs(a - losses[0][-1]) < 1e-4 for *_, a in losses)
+
+
+@pytest.mark.slow
+def test_the_section_of_a_token_runs_without_a_gpu(tmp_path: Path) -> None:
+    """Breaks if the check of a token's kernels would end in an error on a GPU that shows here too."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "first_light" / "run.py"), "decode", "--device", "cpu"]
+    options = ["--quick", "--budget", "240", "--out", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=260)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {row["ok"] for row in rows_of(tmp_path / "decode.jsonl")} == {True}

@@ -1,7 +1,8 @@
-"""The fused operators of autopar/operators/: RMSNorm and rotary embeddings."""
+"""The fused operators of autopar/operators/: RMSNorm, rotary embeddings, and what writes a token into a cache."""
 
 from __future__ import annotations
 
+from autopar.base.codes import STORAGES
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule
 from autopar.operators.rules.registry import bind, rule
@@ -32,6 +33,23 @@ def _rotary(call: OpCall) -> Rule:
         "b s d" if table.shape[0] == call.operands[0].shape[0] else "1 s d" for table in call.operands[1:]
     )
     return bind(call, f"b h s d, {tables} -> b h s d | d ! | linear 0", flops_per_point=3.0)
+
+
+@rule("autopar.rotary_write.default")
+def _rotary_write(call: OpCall) -> Rule:
+    """Rows of the batch, and query heads with the key head that they read."""
+    heads = "h" if call.operands[0].shape[1] == call.operands[1].shape[1] else "(h r)"
+    tables = ", ".join("b s d" if x.shape[0] == call.operands[0].shape[0] else "1 s d" for x in call.operands[3:5])
+    storage, marks = call.arg("storage"), ["d !", "s !", "t !"]
+    key, value, scales = "d", "e", ""
+    if storage:
+        scales = ", b h t 1" * 2
+        key, value = ("d", "e") if STORAGES[storage].per_byte == 1 else ("x", "y")
+        marks += ["e !"] if key == "d" else ["e !", "x !", "y !"]
+    marks += ["r !"] if heads == "(h r)" else []  # keys would be whole, which other ranks' writes know nothing of
+    caches = f"b h t {key}, b h t {value}"
+    text = f"b {heads} s d, b h s d, b h s e, {tables}, {caches}, s{scales} -> b {heads} s d, {caches}{scales}"
+    return bind(call, f"{text} | {', '.join(marks)}", op_class="gather")
 
 
 def _rows(ndim: int) -> str:

@@ -103,6 +103,22 @@ CODED_PIECES = [
     coded("int8", Q, K8, V8, MASK8, {"scale": 0.3, "group": 2, "count": 4}),
     coded("int4", Q, K8, V8, None, KEYS8, {"scale": 0.3, "count": 2, "left": 2, "right": 1}),
 ]  # fmt: skip
+
+
+def token(storage: str, q: Tensor, k: Tensor, v: Tensor, tables: int, at: list[int]) -> tuple[Any, ...]:
+    """A call of `rotary_write`; tables: rows of them."""
+    cos, sin = (r(tables, *q.shape[2:]) for _ in range(2))
+    caches = [r(*x.shape[:2], 8, x.shape[3]) for x in (k, v)]
+    if not storage:
+        return q, k, v, cos, sin, *caches, torch.tensor(at)
+    (keys, key_scales), (values, value_scales) = (STORAGES[storage].encode(x) for x in caches)
+    return q, k, v, cos, sin, keys, values, torch.tensor(at), key_scales, value_scales, {"storage": storage}
+
+
+TOKENS = [
+    token("", r(4, 4, 2, 8), r(4, 4, 2, 8), r(4, 4, 2, 6), 4, [5, 2]), token("", Q[:, :, :1], r(4, 2, 1, 8), r(4, 2, 1, 8), 1, [3]),
+    token("int8", Q[:, :, :2], r(4, 2, 2, 8), r(4, 2, 2, 6), 4, [0, 7]), token("int4", Q[:, :, :1], r(4, 4, 1, 8), r(4, 4, 1, 6), 1, [6]),
+]  # fmt: skip
 BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]
 LABELS = i(8, 4, 6)
 LABELS[0, 0] = -100

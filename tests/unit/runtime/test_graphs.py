@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
+from autopar.base.codes import STORAGES
+from autopar.operators import rotary_write
 from autopar.runtime.graphs import Graph, StateUses
 from tests.dist.repeats import on_the_same_memory
 
@@ -83,3 +86,40 @@ def test_what_somebody_holds_is_left_alone() -> None:
     assert not graph.fits({**_inputs(1), "cache": held[1]}, [7])
     del held
     assert graph.fits(_inputs(1), [])
+
+
+@pytest.mark.parametrize("storage", ["", "int4"])
+def test_a_token_is_written_where_its_cache_lies(storage: str) -> None:
+    """Breaks if caches that are written with a rotary embedding are copied, or one is written in place of another."""
+    torch.manual_seed(0)
+    parts = {"q": (2, 4), "k": (2, 2), "v": (2, 2)}
+    inputs = {name: torch.randn(*shape, 1, 8) for name, shape in parts.items()}
+    inputs |= {name: torch.randn(2, 1, 8) for name in ("cos", "sin")}
+    numbers = {name: torch.randn(2, 2, 6, 8) for name in ("keys", "values")}
+    states = dict(numbers)
+    if storage:
+        coded = {name: STORAGES[storage].encode(x) for name, x in numbers.items()}
+        states = {name: codes for name, (codes, _) in coded.items()}
+        states |= {f"{name.removesuffix('s')}_scales": scales for name, (_, scales) in coded.items()}
+    names = list(states)
+
+    def program(given: dict[str, Tensor]) -> list[Tensor]:
+        scales = [given[name] for name in names[2:]]
+        caches = (given["keys"], given["values"], given["at"], *scales)
+        tables = (given["cos"], given["sin"])
+        return list(rotary_write(given["q"], given["k"], given["v"], *tables, *caches, storage=storage))
+
+    inputs["at"] = torch.tensor([0])
+    with StateUses(states) as uses:
+        program({**inputs, **states})
+    assert uses.only_written() == set(names)
+    places = {name: place + 1 for place, name in enumerate(names)}
+    graph = Graph(program, {**inputs, **states}, places, uses.only_written(), [], on_the_same_memory)
+    memory = {name: graph.memory[name].data_ptr() for name in names}
+    for at in range(3):
+        own = {**inputs, "at": torch.tensor([at]), **states}
+        want = program({name: x.clone() for name, x in own.items()})
+        found = graph(own)
+        assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+        states = {name: found[place] for name, place in places.items()}
+        assert {name: x.data_ptr() for name, x in states.items()} == memory

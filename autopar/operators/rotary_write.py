@@ -1,0 +1,85 @@
+"""What a token does before its attention, as one operator: queries and keys rotated, keys and values written.
+
+    q' = rotary(q)    keys' = keys, at positions `at` rotary(k)    values' = values, there v
+
+Caches may hold codes with scales (`base/codes.py`): what is written is then encoded. Shape suffixes: B batch, H query
+heads, G key heads, S new positions, T positions of the cache, D head size, E of the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.base.codes import STORAGES
+from autopar.operators.rotary import rotary
+
+
+def rotary_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    at: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    *,
+    storage: str = "",
+) -> list[Tensor]:
+    """Queries as attention takes them, and the caches behind the token; what comes in stays as it is.
+
+    Args:
+        q, k, v: [B, H, S, D], [B, G, S, D], [B, G, S, E], not rotated.
+        cos, sin: [B, S, D] or [1, S, D].
+        keys, values: [B, G, T, D], [B, G, T, E], or codes of them.
+        at: int64[S], distinct positions.
+        key_scales, value_scales: [B, G, T, 1], of codes.
+        storage: a name of `STORAGES`; "" where numbers are kept.
+
+    Returns:
+        q' like q, keys', values', and of codes key_scales' and value_scales'.
+
+    Raises:
+        ValueError: codes without scales.
+    """
+    new = [rotary(k, cos, sin), v]
+    caches = [keys, values]
+    if storage:
+        if key_scales is None or value_scales is None:
+            raise ValueError(f"caches that are stored as {storage} come with scales")
+        (own_keys, own_key_scales), (own_values, own_value_scales) = (STORAGES[storage].encode(x) for x in new)
+        new, caches = [own_keys, own_values, own_key_scales, own_value_scales], [*caches, key_scales, value_scales]
+    return [rotary(q, cos, sin), *(x.index_copy(2, at, own) for x, own in zip(caches, new, strict=True))]
+
+
+def rotary_write_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    at: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    *,
+    storage: str = "",
+) -> Tensor:
+    """The same, written into the caches that are given: q'."""
+    rotated, *written = rotary_write(q, k, v, cos, sin, keys, values, at, key_scales, value_scales, storage=storage)
+    for cache, new in zip((keys, values, key_scales, value_scales), written):
+        if cache is not None:
+            cache.copy_(new)
+    return rotated
+
+
+def fake_rotary_write(q: Tensor, *given: Tensor | None, storage: str = "") -> list[Tensor]:
+    """What `rotary_write` gives, without values."""
+    caches: Sequence[Tensor | None] = (*given[4:6], *(given[7:9] if storage else ()))
+    return [torch.empty_like(x) for x in (q, *caches) if x is not None]

@@ -1,0 +1,211 @@
+"""fuse_writes: what a token does to a cache before its attention becomes one operator.
+
+Requires: phase `differentiated`.
+Ensures: the same phase and numbers. On `cuda`, where its kernel runs (`Hardware.fused_kernels`), queries and keys that
+    are rotated by the same tables, of at most `FEW_QUERIES` tokens, keys that go nowhere but into a cache, and values
+    written at the same positions, are `autopar.rotary_write`; of caches of codes with what encodes both.
+
+    q' = rotary(q, cos, sin); k' = rotary(k, cos, sin)     →  q', keys', values' = rotary_write(
+    keys' = index_copy(keys, 2, at, k'); values' = …              q, k, v, cos, sin, keys, values, at)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
+from autopar.base.codes import STORAGES
+from autopar.base.torch_compat import tracing
+from autopar.cost.local_work import FEW_QUERIES
+from autopar.ir.nodes import NAME, copy_graph, dtype_of, shape_of
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import AxisStrategy
+
+_aten, _own = torch.ops.aten, torch.ops.autopar
+_LENGTH = 2
+"""The dim of a cache [batch, heads, length, dim] that is written along."""
+
+
+def fuse_writes(program: Program, *, mesh: Mesh, strategies: Sequence[AxisStrategy] = ()) -> Program:
+    """The program itself where the hardware has no such kernel, or nothing is written so."""
+    hardware = mesh.hardware
+    if hardware.device != "cuda" or "rotary_write" not in hardware.fused_kernels or program.training:
+        return program
+    ranks = math.prod(
+        size
+        for size, each in zip(mesh.sizes, strategies, strict=False)
+        if each.inputs != "batch" and each.attention in ("free", "heads")
+    )
+    return program.with_regions({region.name: _rewrite(region, ranks) for region in program.regions})
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """Keys or values written into a cache. storage: "" where as they are; writes: of the cache, and of its scales;
+    between: what else reads the source.
+    """
+
+    source: fx.Node
+    storage: str
+    writes: tuple[fx.Node, ...]
+    between: frozenset[fx.Node] = frozenset()
+
+    @property
+    def caches(self) -> list[Any]:
+        return [write.args[0] for write in self.writes]
+
+
+def _rewrite(region: Region, ranks: int) -> Region:
+    graph, _ = copy_graph(region.graph)
+    origins, added = dict(region.origins), set[str]()
+    for at in dict.fromkeys(node.args[2] for node in graph.nodes if _is_write(node)):
+        found = _match(graph, at, ranks)
+        for made in _replace(graph, at, *found) if found is not None else ():
+            origins[made.name] = region.origins.get(found[0].name, "")  # type: ignore[index]
+            added.add(made.name)
+    if not added:
+        return region
+    graph.eliminate_dead_code()
+    graph.lint()
+    left = frozenset(n.name for n in graph.nodes if n.name in region.forward_nodes or n.name in added)
+    return replace(region, graph=graph, origins=origins, forward_nodes=left)
+
+
+def _match(graph: fx.Graph, at: Any, ranks: int) -> tuple[fx.Node, _Put, _Put] | None:
+    """Queries, keys and values of what is written at these positions; None where it is anything else, or where as many
+    ranks as may share the heads cannot have equally many of keys: they would split queries alone.
+    """
+    puts = list(_puts([node for node in graph.nodes if _is_write(node) and node.args[2] is at]))
+    turned = [put for put in puts if put.source.target is _own.rotary.default]
+    if len(puts) != 2 or len(turned) != 1:
+        return None
+    (keys,) = turned
+    (values,) = (put for put in puts if put is not keys)
+    key = keys.source
+    queries = [node for node in graph.nodes if node is not key and _rotates_alike(node, key)]
+    if len(queries) != 1 or shape_of(key)[_LENGTH] > FEW_QUERIES:
+        return None
+    fits = (
+        shape_of(key)[1] % ranks == 0
+        and shape_of(queries[0])[1] % shape_of(key)[1] == 0
+        and shape_of(values.source)[:3] == shape_of(key)[:3]
+        and values.storage == keys.storage
+        and dtype_of(queries[0]) == dtype_of(key) == dtype_of(values.source)
+        and set(key.users) <= {*keys.between, *keys.writes}
+    )
+    return (queries[0], keys, values) if fits else None
+
+
+def _is_write(node: fx.Node) -> bool:
+    if node.target is not _aten.index_copy.default or len(node.args) != 4 or len(shape_of(node)) != 4:
+        return False
+    return node.args[1] in (_LENGTH, _LENGTH - 4)
+
+
+def _rotates_alike(node: fx.Node, key: fx.Node) -> bool:
+    alike = node.target is _own.rotary.default and node.args[1:] == key.args[1:]
+    return alike and shape_of(node)[0] == shape_of(key)[0] and shape_of(node)[2:] == shape_of(key)[2:]
+
+
+def _puts(writes: Sequence[fx.Node]) -> Iterator[_Put]:
+    """What these write: codes with their scales, and what is left as it is."""
+    left = dict.fromkeys(writes)
+    for write in writes:
+        put = next(filter(None, (_coded(storage, write, writes) for storage in STORAGES)), None)
+        if put is not None:
+            yield put
+            for each in put.writes:
+                left.pop(each, None)
+    for write in left:
+        source = write.args[3]
+        if isinstance(source, fx.Node) and dtype_of(write) == dtype_of(source):
+            yield _Put(source, "", (write,))
+
+
+def _coded(storage: str, write: fx.Node, writes: Sequence[fx.Node]) -> _Put | None:
+    """What is written where these are the codes of something, and one of the writes has their scales."""
+    kind, codes = STORAGES[storage], write.args[3]
+    if not isinstance(codes, fx.Node) or dtype_of(codes) != kind.dtype:
+        return None
+    *rows, size = shape_of(codes)
+    for other in writes:
+        scales = other.args[3]
+        if not isinstance(scales, fx.Node) or shape_of(scales) != (*rows, 1):
+            continue
+        graph = _encoding(storage, (*rows, size * kind.per_byte), dtype_of(scales))
+        (x,), (output,) = ([n for n in graph.nodes if n.op == op] for op in ("placeholder", "output"))
+        found: dict[fx.Node, fx.Node] = {}
+        if all(_is_alike(own, node, found) for own, node in zip(output.args[0], (codes, scales), strict=True)):
+            made = frozenset(node for own, node in found.items() if own is not x)
+            only = all(user in made or user in (write, other) for node in made for user in node.users)
+            return _Put(found[x], storage, (write, other), made) if only else None
+    return None
+
+
+@lru_cache(maxsize=64)
+def _encoding(storage: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Graph:
+    """What encodes numbers of this shape and type, as a program has it."""
+    numbers = torch.empty(shape, dtype=dtype)
+    return tracing.make_fx(lambda x: STORAGES[storage].encode(x), {}, [numbers]).graph
+
+
+def _is_alike(own: object, node: object, found: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a value is made as `own` is; found: what stands for which node of the pattern."""
+    if isinstance(own, list | tuple):
+        if not isinstance(node, list | tuple) or len(own) != len(node):
+            return False
+        return all(_is_alike(a, b, found) for a, b in zip(own, node, strict=True))
+    if isinstance(own, fx.Node) and own.target is _aten.detach.default:  # what make_fx puts behind a view
+        return _is_alike(own.args[0], node, found)
+    if not isinstance(own, fx.Node):
+        return type(own) is type(node) and own == node
+    if not isinstance(node, fx.Node):
+        return False
+    if own in found:
+        return found[own] is node
+    if own.op != "placeholder":
+        if own.target is not node.target or own.kwargs.keys() != node.kwargs.keys():
+            return False
+        if not _is_alike(own.args, node.args, found):
+            return False
+        if not all(_is_alike(value, node.kwargs[name], found) for name, value in own.kwargs.items()):
+            return False
+    elif shape_of(own) != shape_of(node) or dtype_of(own) != dtype_of(node):
+        return False
+    found[own] = node
+    return True
+
+
+def _replace(graph: fx.Graph, at: Any, query: fx.Node, keys: _Put, values: _Put) -> list[fx.Node]:
+    """The operator before the first reader of what it gives; nothing where something that it takes comes later."""
+    key = keys.source
+    caches = [keys.caches[0], values.caches[0], at, *keys.caches[1:], *values.caches[1:]]
+    args = (query.args[0], key.args[0], values.source, *key.args[1:], *caches)
+    results = [query, keys.writes[0], values.writes[0], *keys.writes[1:], *values.writes[1:]]
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    first = min((user for node in results for user in node.users), key=order.__getitem__, default=query)
+    if any(order[each] >= order[first] for each in args):
+        return []
+    said: dict[str, Any] = {"storage": keys.storage} if keys.storage else {}
+    with graph.inserting_before(first):
+        node = graph.call_function(_own.rotary_write.default, args, said)
+        node.meta["val"] = [result.meta["val"] for result in results]
+        made = [node]
+        for place, result in enumerate(results):
+            pick = graph.create_node("call_function", operator.getitem, (node, place), name=result.name)
+            pick.meta = {name: result.meta[name] for name in ("val", NAME) if name in result.meta}
+            made.append(pick)
+    for pick, result in zip(made[1:], results, strict=True):
+        result.replace_all_uses_with(pick)
+        graph.erase_node(result)
+    return made

@@ -1,0 +1,109 @@
+"""The kernel that rotates a token and writes it into the cache, interpreted: to the bit what torch's operators do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.base.codes import STORAGES
+from autopar.operators.rotary_write import rotary_write as reference
+from tests.unit.kernels.interpreted import load
+from tests.unit.tiers import mostly_slow
+
+
+def token(
+    dtype: torch.dtype, storage: str = "", batch: int = 2, heads: int = 4, new: int = 1, length: int = 9, size: int = 8,
+    value_size: int = 6, shared: bool = False, at: Sequence[int] = (5,),
+) -> dict[str, Any]:  # fmt: skip
+    """A call; rows of all sizes, one of zeros, and halves between two codes."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k, v = (random(batch, new, n, s).transpose(1, 2) for n, s in ((heads, size), (2, size), (2, value_size)))
+    v = v * torch.logspace(-3, 2, batch).to(dtype).view(-1, 1, 1, 1)
+    v[0, 0, 0] = 0.0
+    v[0, 1, 0, :3] = torch.tensor([7.0, 2.5, -1.5]).to(dtype)  # over 7: halves
+    tables = [random(1 if shared else batch, new, size) for _ in range(2)]
+    caches = [random(batch, 2, length, s) for s in (size, value_size)]
+    said: dict[str, Any] = {}
+    if storage:
+        (keys, key_scales), (values, value_scales) = (STORAGES[storage].encode(x) for x in caches)
+        caches, said = [keys, values], {"key_scales": key_scales, "value_scales": value_scales, "storage": storage}
+    named = zip(("q", "k", "v", "cos", "sin", "keys", "values"), (q, k, v, *tables, *caches), strict=True)
+    return {**dict(named), "at": torch.tensor(at), **said}
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor], exact: bool) -> None:
+    assert len(found) == len(wanted)
+    for number, (own, want) in enumerate(zip(found, wanted, strict=True)):
+        assert (own.dtype, own.stride()) == (want.dtype, want.stride()), number
+        if exact or not want.is_floating_point():
+            assert torch.equal(own, want), number
+        else:
+            torch.testing.assert_close(own, want, rtol=1e-6, atol=1e-6)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "a token": {},
+    "several": {"new": 3, "at": (7, 0, 4)},
+    "one table": {"shared": True, "new": 2, "at": (1, 2)},
+    "odd values": {"value_size": 5},
+    "odd sizes": {"size": 20, "value_size": 12, "heads": 6, "batch": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
+    """Breaks if a row is turned by another's table, written elsewhere, or rounded once where torch rounds twice."""
+    given = token(dtype, **CALLS[name])
+    before = {key: x.clone() for key, x in given.items()}
+    found = load("rotary_write").rotary_write(**given)
+    assert_same(found, reference(**given), exact=dtype == torch.float16)
+    assert all(torch.equal(given[key], x) for key, x in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", mostly_slow([name for name in CALLS if name != "odd values"], "a token", "several"))
+def test_codes_are_those_of_torch(name: str, storage: str, dtype: torch.dtype) -> None:
+    """Breaks if a code is not the nearest, halves go up, a byte's halves are swapped, or a scale is another row's."""
+    given = token(dtype, storage, **CALLS[name])
+    given["cos"], given["sin"] = torch.ones_like(given["cos"]), torch.zeros_like(given["sin"])  # the same to the bit
+    assert_same(load("rotary_write").rotary_write(**given), reference(**given), exact=True)
+
+
+def test_every_number_has_its_nearest_e4m3() -> None:
+    """Breaks if a number between two, near zero, or at the end has another code than torch gives it."""
+    steps = torch.arange(0, 2**13, dtype=torch.float32) * 2**-11  # through the subnormals, at quarters of their steps
+    numbers = torch.cat([steps, *(steps[-4096:] * 2**n for n in range(1, 8)), torch.tensor([447.0, 448.0, 2e-6])])
+    numbers = torch.cat([numbers, -numbers])
+    width = 8190
+    numbers = torch.cat([numbers, numbers.new_zeros(-len(numbers) % width)]).view(1, 1, -1, width)
+    rows = numbers.shape[2]
+    given = token(torch.float32, "fp8", batch=1, heads=1, new=rows, length=rows, value_size=width + 2, at=range(rows))
+    ends = torch.full((1, 1, rows, 2), 448.0)  # so that scales are 1
+    given["v"] = torch.cat([numbers, ends], -1).expand(1, 2, rows, width + 2)
+    assert torch.equal(load("rotary_write").rotary_write(**given)[2], reference(**given)[2])
+
+
+@pytest.mark.parametrize("storage", ["", "fp8"])
+def test_in_place(storage: str) -> None:
+    """Breaks if the operator that writes caches where they lie does other things than that which copies them."""
+    given = token(torch.float16, storage)
+    wanted = reference(**given)
+    rotated = load("rotary_write").rotary_write_(**given)
+    names = ("keys", "values", "key_scales", "value_scales")
+    assert_same([rotated, *(given[name] for name in names if name in given)], wanted, exact=True)
+
+
+def test_what_the_kernel_has_not() -> None:
+    """Breaks if float64 is computed in float32."""
+    given = token(torch.float64)
+    assert_same(load("rotary_write").rotary_write(**given), reference(**given), exact=True)
