@@ -197,6 +197,7 @@ def _place(program: Program, request: Attempt) -> Program:
         overlap_price=request.overlap_price,
         alike=request.alike,
         reasons=request.placed_by is None,
+        learnt=request.learnt,
     )
     if not request.hides_exchanges or placed.result is None:
         return placed

@@ -258,13 +258,6 @@ class _Stripes:
         key = self._alias.get(value, value)
         return self._found.setdefault(key, {}).setdefault(dim, set())
 
-    def add(self, value: Value, dim: int, outer: int) -> bool:
-        known = self.get(value, dim)
-        if outer <= 1 or outer in known or len(known) >= MAX_STRIPES:
-            return False
-        known.add(outer)
-        return True
-
 
 def _placeholder_keys(region: Region) -> list[tuple[str, str, int]]:
     keys = [("slot", region.name, i) for i in range(len(region.slots))]
@@ -299,13 +292,18 @@ def _propagate(
     if zigzag:
         named = [(r.name, n, name) for r in program.regions for n, (_, rule) in r.ops.items() for name in _seeds(rule)]
         factors = {key: {2} for key in named}
+    visits = [
+        _Visit.of(region, node, stripes, zigzag)
+        for region in program.regions
+        for node in region.graph.nodes
+        if node.name in region.ops
+    ]
     changed = True
     while changed:
         changed = False
-        for region in program.regions:
-            for node in region.graph.nodes:
-                if node.name in region.ops:
-                    changed |= _visit(region, node, stripes, factors, zigzag)
+        for visit in visits:
+            if visit.is_news(factors):
+                changed |= visit.spread(factors, zigzag)
     hints: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {region.name: {} for region in program.regions}
     for (name, node, factor), outers in factors.items():
         if outers:
@@ -329,39 +327,67 @@ def _seeds(rule: Rule) -> set[str]:
     return {name for _, name in rule.starts_args if rule.factor(name).size % 2 == 0}
 
 
-def _visit(
-    region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]], zigzag: bool
-) -> bool:
+@dataclass(slots=True)
+class _Visit:
     """One operator: what its dims know to its factors, and back.
 
-    Zigzag passes through a factor only as an even number of its own stripes: which of them are odd is then the same for
-    the dim and for the factor.
+    places: each of its dims' factors, with the stripe counts that the dim is known in, which only grow. seen: how many
+    were known when it was here last; with no more there is nothing new to tell.
     """
-    _, rule = region.ops[node.name]
-    sizes = {factor.name: factor.size for factor in rule.factors}
-    splittable = {factor.name for factor in rule.factors if factor.split} | (_seeds(rule) if zigzag else set())
-    places = _dims_of(region, node, rule)
-    changed = False
-    for value, dim, names in places:
-        for outer in list(stripes.get(value, dim)):
+
+    key: tuple[str, str]
+    sizes: Mapping[str, int]
+    splittable: frozenset[str]
+    places: Sequence[tuple[set[int], tuple[str, ...]]]
+    seen: int = -1
+
+    @staticmethod
+    def of(region: Region, node: fx.Node, stripes: _Stripes, zigzag: bool) -> _Visit:
+        _, rule = region.ops[node.name]
+        sizes = {factor.name: factor.size for factor in rule.factors}
+        splittable = {factor.name for factor in rule.factors if factor.split} | (_seeds(rule) if zigzag else set())
+        places = [(stripes.get(value, dim), names) for value, dim, names in _dims_of(region, node, rule)]
+        return _Visit((region.name, node.name), sizes, frozenset(splittable), places)
+
+    def is_news(self, factors: Mapping[tuple[str, str, str], set[int]]) -> bool:
+        """Whether more is known than when it was here last."""
+        known = sum(len(counts) for counts, _ in self.places)
+        known += sum(len(factors.get((*self.key, name), ())) for name in self.splittable)
+        news, self.seen = known != self.seen, known
+        return news
+
+    def spread(self, factors: dict[tuple[str, str, str], set[int]], zigzag: bool) -> bool:
+        """Whether something new was told.
+
+        Zigzag passes through a factor only as an even number of its own stripes: which of them are odd is then the same
+        for the dim and for the factor.
+        """
+        changed = False
+        for counts, names in self.places:
+            for outer in list(counts):
+                before = 1
+                for name in names:
+                    inner = outer // before
+                    fits = outer % before == 0 and 1 < inner < self.sizes[name] and self.sizes[name] % inner == 0
+                    if name in self.splittable and fits and not (zigzag and inner % 2):
+                        changed |= _add(factors.setdefault((*self.key, name), set()), inner)
+                    before *= self.sizes[name]
+        for counts, names in self.places:
             before = 1
             for name in names:
-                inner = outer // before
-                fits = outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0
-                if name in splittable and fits and not (zigzag and inner % 2):
-                    known = factors.setdefault((region.name, node.name, name), set())
-                    if inner not in known and len(known) < MAX_STRIPES:
-                        known.add(inner)
-                        changed = True
-                before *= sizes[name]
-    for value, dim, names in places:
-        before = 1
-        for name in names:
-            if name in splittable:
-                for outer in (set() if zigzag else {1}) | factors.get((region.name, node.name, name), set()):
-                    changed |= stripes.add(value, dim, before * outer)
-            before *= sizes[name]
-    return changed
+                if name in self.splittable:
+                    for outer in (set() if zigzag else {1}) | factors.get((*self.key, name), set()):
+                        changed |= before * outer > 1 and _add(counts, before * outer)
+                before *= self.sizes[name]
+        return changed
+
+
+def _add(known: set[int], outer: int) -> bool:
+    """Keep a stripe count; whether there is one more."""
+    if outer in known or len(known) >= MAX_STRIPES:
+        return False
+    known.add(outer)
+    return True
 
 
 def _dims_of(region: Region, node: fx.Node, rule: Rule) -> list[tuple[Value, int, tuple[str, ...]]]:

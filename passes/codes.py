@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import fx
 
+from autopar.ir.graphs import placeholders
 from autopar.ir.nodes import type_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
@@ -57,7 +58,7 @@ def readers_of(region: Region, slot: int) -> Iterator[fx.Node]:
 
 
 def _holders(region: Region) -> list[fx.Node]:
-    return [node for node in region.graph.nodes if node.op == "placeholder"][: len(region.slots)]
+    return placeholders(region.graph, len(region.slots))
 
 
 def _are_codes(holder: fx.Node) -> bool:

@@ -12,28 +12,34 @@ The problem itself stands in `placement/problem.py`, its solver in `autopar.solv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.ir.placement import ParameterLayout, Placement, PlacementResult
+from autopar.base.garbage import without_collection
+from autopar.ir.placement import Learnt, ParameterLayout, Placement, PlacementResult
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Placed
 from autopar.ir.sharding import Sharding, replicated
+from autopar.passes.placement.conceding import concessions, is_refused
 from autopar.passes.placement.explain import infeasible
-from autopar.passes.placement.gathers import Blocked, blocked_operators, with_notes
+from autopar.passes.placement.gathers import Blocked, blocked_operators
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
-from autopar.passes.placement.unsplit import Unsplit, unsplit_weights, with_unsplit
+from autopar.passes.placement.unsplit import Unsplit
 from autopar.solver.problem import AssignmentProblem, Solution
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import family_of
 from autopar.strategies.names import Pin
 
 SECONDS = 6.0
 SECONDS_A_PAIR = 2.5e-7
+AGAIN = 0.5
+"""Of these, for the same problem at other prices: it is searched from what was chosen before."""
 
 
+@without_collection()
 def place(
     program: Program,
     *,
@@ -50,6 +56,7 @@ def place(
     gathered: Sequence[Blocked] | None = None,
     excused: Sequence[Unsplit] | None = None,
     reasons: bool = True,
+    learnt: Learnt | None = None,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
@@ -61,7 +68,8 @@ def place(
     gathered: whose operands may be gathered where nothing else will do; None: of operators that have no strategy for
     their operands as they come (gathers.py). excused: weight matrices that may stay whole where nothing else
     will do; None: those that must (unsplit.py). Of a program whose choices were narrowed, both are to be asked before.
-    reasons: work out what keeps them whole, for the note (costs time).
+    reasons: work out what keeps them whole, for the note (costs time). learnt: what was placed on this program before;
+    gets what this tells. Without reasons, strategies are let off what others of their family were.
 
     Raises:
         AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
@@ -80,16 +88,28 @@ def place(
             return placed.with_regions(
                 {each.name: each.with_options(program.region(each.name).options) for each in placed.regions}
             )
+    hints = None if reasons else learnt
+    if hints is not None and hints.refused and is_refused(program, strategies, pins, hints):
+        raise _nothing(memory_limit_bytes, excluded=True)
     limit = None if checks_limit else memory_limit_bytes
-    built = build_problem(program, strategies, pins, limit, overlap_price)
-    time_limit_s = time_limit_s or _seconds_for(built.problem)
-    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
-    for found in _conceding(program, strategies, pins, gathered, excused, reasons) if not solution.choice else ():
-        program, at, whole = found
-        built = build_problem(program, strategies, pins, limit, overlap_price, at, whole)
-        solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
+    plain, excluded = program, True
+    for number, conceded in enumerate(concessions(program, strategies, pins, gathered, excused, reasons, hints)):
+        program = replace(plain, notes=(*plain.notes, *conceded.notes))
+        built = build_problem(program, strategies, pins, limit, overlap_price, conceded.gathered, conceded.whole)
+        key = (tuple(strategies), limit, conceded)
+        start = learnt.chosen.get(key) if learnt is not None else None
+        given_s = time_limit_s or _seconds_for(built.problem) * (1.0 if start is None else AGAIN)
+        solution = solve(
+            built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=given_s, explain=False,
+            warm_starts=() if start is None else (start,),
+        )  # fmt: skip
         if solution.choice:
             break
+        excluded &= solution.excluded
+        asks = hints is not None and excluded and not (number or hints.refused)
+        if hints is not None and asks and is_refused(plain, strategies, pins, hints):
+            break
+    time_limit_s = given_s
     if not solution.choice and solution.status == "infeasible" and explain:
         solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
     if checks_limit and memory_limit_bytes is not None and solution.choice:
@@ -99,38 +119,19 @@ def place(
         solution = solve(built.problem, gap=gap, time_limit_s=4 * time_limit_s)
     if not solution.choice:
         if not explain:
-            error = DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
-            error.excluded = solution.excluded
-            raise error
+            raise _nothing(memory_limit_bytes, excluded=solution.excluded)
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
+    if learnt is not None:
+        learnt.chosen[key] = solution.choice
+    if hints is not None and (excluded or limit is None):  # not for want of memory
+        hints.conceded[family_of(strategies)] = conceded
     return read_solution(program, built, solution, overlap_price)
 
 
-def _conceding(
-    program: Program,
-    strategies: Sequence[AxisStrategy],
-    pins: Sequence[Pin],
-    gathered: Sequence[Blocked] | None,
-    excused: Sequence[Unsplit] | None,
-    reasons: bool,
-) -> Iterator[tuple[Program, list[tuple[str, str]], list[tuple[str, int]]]]:
-    """What strategies may be let off, the least first: the program with its notes, `gathered` and `excused` of
-    `build_problem`.
-    """
-    blocked = blocked_operators(program, strategies) if gathered is None else gathered
-    at = [(each.region, each.node) for each in blocked]
-    if blocked:
-        program = with_notes(program, blocked)
-        yield program, at, []
-    unsplit = unsplit_weights(program, strategies, pins, blocked, reasons) if excused is None else excused
-    whole = [(each.name, each.axis) for each in unsplit]
-    if unsplit:
-        program = with_unsplit(program, unsplit)
-        yield program, at, whole
-    if blocked:
-        # Rows that an index chooses of all: what is computed of them meets, also backward, those that stayed in place.
-        around = [program.region(name) for name in dict.fromkeys(each.region for each in blocked)]
-        yield program, [(region.name, node) for region in around for node in region.ops], whole
+def _nothing(memory_limit_bytes: float | None, *, excluded: bool) -> DoesNotFit:
+    error = DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
+    error.excluded = excluded
+    return error
 
 
 def try_place(

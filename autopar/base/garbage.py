@@ -31,7 +31,7 @@ def older_spared() -> Iterator[None]:
     """Inside, or in a function that it decorates, garbage is searched for among what is made meanwhile: who has loaded
     torch and transformers has a million objects, and walking them again and again took a seventh of planning.
 
-    What becomes garbage of what was there is let go after it. Where somebody has called `gc.freeze()`, nothing is done:
+    What becomes garbage of what was there is let go after it; so is what was there when `spare` was called. Where somebody has called `gc.freeze()`, nothing is done:
     undoing it would undo theirs.
     """
     global _inside
@@ -49,3 +49,10 @@ def older_spared() -> Iterator[None]:
                 _inside -= 1
                 if not _inside:
                     gc.unfreeze()
+
+
+def spare() -> None:
+    """Inside `older_spared` also what there is by now: what is kept to the end need not be walked until then."""
+    with _LOCK:
+        if _inside:
+            gc.freeze()

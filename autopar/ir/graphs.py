@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,11 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
     if node.target is operator.getitem:
         return node.args[0], node.args[1]  # type: ignore[return-value]
     return node, 0
+
+
+def placeholders(graph: fx.Graph, most: int | None = None) -> list[fx.Node]:
+    """What a graph is given, in order; the first `most` of it, which takes no walk through all nodes."""
+    return list(itertools.islice((node for node in graph.nodes if node.op == "placeholder"), most))
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:

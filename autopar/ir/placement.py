@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.region import Bucket
 from autopar.ir.sharding import Sharding
@@ -54,6 +54,32 @@ class PlacementResult:
     seconds: float
     overlap_price: float = 1.0
     hides_exchanges: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conceded:
+    """What strategies were let off for a placement to be: operators, by region and node, whose operands may be
+    gathered; weight matrices, by name and axis, that may stay whole; and what the user is told of it.
+    """
+
+    gathered: tuple[tuple[str, str], ...] = ()
+    whole: tuple[tuple[str, int], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What placements of one annotated program tell of others on it.
+
+    conceded: what strategies that are only compared were let off, by what they do with values
+    (`strategies.context.family_of`). refused: those of them that split the sequence and could not be had, here or of
+    the same model prepared for others. chosen: the solver's choices, by the strategies, the memory limit, and what
+    was conceded: other prices of the same problem are searched from there.
+    """
+
+    conceded: dict[tuple[str, ...], Conceded] = field(default_factory=dict)
+    refused: list[tuple[str, ...]] = field(default_factory=list)
+    chosen: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 
+from autopar.ir.graphs import placeholders
 from autopar.ir.region import Region
 
 
 def reads_in_backward(region: Region, slot: int) -> bool:
     """Whether a region's backward reads this slot."""
-    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
-    return any(u.op == "call_function" and u.name not in region.forward_nodes for u in holders[slot].users)
+    holder = placeholders(region.graph, slot + 1)[slot]
+    return any(u.op == "call_function" and u.name not in region.forward_nodes for u in holder.users)
 
 
 def reads_in_half(region: Region, slot: int, phase: str) -> bool:

@@ -64,7 +64,7 @@ from autopar.planner.candidates import context_candidates, named_candidates
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.context import Spread, splits_sequence
+from autopar.strategies.context import Spread, family_of, splits_of, splits_sequence
 from autopar.strategies.names import AUTO
 from autopar.strategies.request import Attempt
 
@@ -296,7 +296,7 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
     own = tried.best
     values = dict[tuple[str, ...], float]()
     for strategies in named_candidates(programs.asked, mixture=has_experts(programs.traced)):
-        family = _family(strategies)
+        family = family_of(strategies)
         if values.get(family, 0.0) > BEYOND * tried.step_s:
             logger.info("%s cannot win by how it keeps parameters", [each.name for each in strategies])
             continue
@@ -342,11 +342,6 @@ def _as_named(
     return first
 
 
-def _family(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
-    """What the axes do to values, and to experts; strategies that differ in how parameters are kept have the same."""
-    return (*_splits(strategies), *(each.experts for each in strategies))
-
-
 def values_s(plan: PlanRecord) -> float:
     """Seconds of computing and of moving values, but for what exchanges hide; neither what parameters and gradients
     take, nor the update.
@@ -382,26 +377,21 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
     excluded, values = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
     cached = bool(programs.traced.states) and not asked.training
     for strategies in sorted(context_candidates(asked, cached=cached), key=lambda each: least_s(each, modes[0])):
-        spread, splits = Spread.of(strategies, asked.mesh), _splits(strategies)
+        spread, splits = Spread.of(strategies, asked.mesh), splits_of(strategies)
         for mode in modes:
             if splits in excluded or least_s(strategies, mode) >= tried.step_s:
                 break
-            if values.get(_family(strategies), 0.0) > BEYOND * tried.step_s:
+            if values.get(family_of(strategies), 0.0) > BEYOND * tried.step_s:
                 break
             yield replace(asked, rematerialize=mode, placed_by=strategies, spread=spread, explain=False)
             if tried.excluded:
                 excluded.add(splits)
             if tried.last is not None:
-                values.setdefault(_family(strategies), values_s(tried.last))
+                values.setdefault(family_of(strategies), values_s(tried.last))
                 break
     if tried.best is not None and tried.best[0].spread is not None:
         attempt = tried.best[0]
         yield replace(asked, rematerialize=attempt.rematerialize, spread=attempt.spread, explain=False)
-
-
-def _splits(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
-    """What the axes do to values; how parameters are kept where they split the batch excludes nothing."""
-    return tuple("" if each.inputs == "batch" and not splits_sequence(each) else each.name for each in strategies)
 
 
 def waited_for(plan: PlanRecord) -> float:

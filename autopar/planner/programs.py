@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from autopar import pipeline
 from autopar.base.errors import AutoparError
+from autopar.base.garbage import spare
 from autopar.cost.context import computing_seconds
 from autopar.cost.fusion import FUSED, OPAQUE
 from autopar.cost.roofline import optimizer_time_s
+from autopar.ir.placement import Learnt
 from autopar.ir.program import Mode, Program
 from autopar.planner.assembly import make_plan
 from autopar.planner.plan.record import PlanRecord
@@ -38,12 +40,15 @@ class Programs:
     _placed: dict[tuple[object, ...], Program] = field(default_factory=dict)
     _computing_s: dict[Mode, float] = field(default_factory=dict)
     _least_s: dict[Mode, float] = field(default_factory=dict)
+    _learnt: dict[tuple[Mode, Spread | None], Learnt] = field(default_factory=dict)
+    _refused: list[tuple[str, ...]] = field(default_factory=list)
 
     @staticmethod
     def of(request: Attempt, steps: Iterable[pipeline.Pass], progress: Progress | None = None) -> Programs:
         """The programs of a request: its model is traced."""
         steps = tuple(steps)
         traced, times = pipeline.run(request, pipeline.Phases.of(steps).trace, progress=progress)
+        spare()
         return Programs(request, steps, traced, progress, list(times))
 
     @property
@@ -80,6 +85,8 @@ class Programs:
         )  # fmt: skip
         if key in self._placed:
             return self._placed[key], ()
+        prepared = (attempt.rematerialize, attempt.spread)
+        attempt = replace(attempt, learnt=self._learnt.setdefault(prepared, Learnt(refused=self._refused)))
         program, times = self._run(attempt, self.phases.place, self.annotated(attempt.rematerialize, attempt.spread))
         self._placed[key] = program
         return program, times
@@ -127,6 +134,7 @@ class Programs:
 
     def _prepared(self, attempt: Attempt, passes: tuple[pipeline.Pass, ...], program: Program) -> Program:
         found, times = self._run(attempt, passes, program)
+        spare()
         self.times += times
         return found
 

@@ -67,10 +67,11 @@ class AssignmentProblem:
     usage_limit: float | None = None
 
     def __post_init__(self) -> None:
+        bad = _is_bad([*(node.costs for node in self.nodes), *(edge.costs for edge in self.edges)])
         for index, node in enumerate(self.nodes):
-            _check_node(index, node)
+            _check_node(index, node, bad)
         for index, edge in enumerate(self.edges):
-            _check_edge(index, edge, self.nodes)
+            _check_edge(index, edge, self.nodes, bad)
         if self.usage_limit is not None and not self.usage_limit >= 0:
             raise ValueError(f"usage_limit must be a number of bytes >= 0, not {self.usage_limit}")
 
@@ -157,13 +158,19 @@ def relative_gap(cost: float, bound: float) -> float:
     return (cost - bound) / max(abs(cost), 1e-300)
 
 
-def _check_node(index: int, node: Node) -> None:
+def _is_bad(costs: Sequence[FloatArray]) -> bool:
+    """Whether some cost is neither finite nor +inf: asked of all at once, as most have a few numbers alone."""
+    least = np.concatenate([each.ravel() for each in costs]).min(initial=np.inf) if costs else 0.0
+    return not least > -np.inf  # of numbers with a NaN the least is one
+
+
+def _check_node(index: int, node: Node, bad: bool) -> None:
     where = f"node {index} ({node.name!r})"
     if node.costs.ndim != 1 or len(node.costs) == 0:
         raise ValueError(
             f"{where}: costs must have one dimension and at least one choice, not shape {node.costs.shape}"
         )
-    if np.isnan(node.costs).any() or (node.costs == -np.inf).any():
+    if bad and (np.isnan(node.costs).any() or (node.costs == -np.inf).any()):
         raise ValueError(f"{where}: costs must be finite or +inf")
     for usage in node.usages:
         if usage.bytes.shape != node.costs.shape:
@@ -174,7 +181,7 @@ def _check_node(index: int, node: Node) -> None:
             raise ValueError(f"{where}: usage bytes must be finite and >= 0")
 
 
-def _check_edge(index: int, edge: Edge, nodes: tuple[Node, ...]) -> None:
+def _check_edge(index: int, edge: Edge, nodes: tuple[Node, ...], bad: bool) -> None:
     where = f"edge {index} ({edge.u}-{edge.v})"
     if not (0 <= edge.u < len(nodes) and 0 <= edge.v < len(nodes)):
         raise ValueError(f"{where}: there are {len(nodes)} nodes")
@@ -184,5 +191,5 @@ def _check_edge(index: int, edge: Edge, nodes: tuple[Node, ...]) -> None:
             raise ValueError(f"{where}: {classes.shape} classes for the {nodes[end].costs.shape} choices of node {end}")
         if edge.costs.ndim != 2 or classes.min() < 0 or classes.max() >= edge.costs.shape[side]:
             raise ValueError(f"{where}: classes of node {end} do not index costs of shape {edge.costs.shape}")
-    if np.isnan(edge.costs).any() or (edge.costs == -np.inf).any():
+    if bad and (np.isnan(edge.costs).any() or (edge.costs == -np.inf).any()):
         raise ValueError(f"{where}: costs must be finite or +inf")

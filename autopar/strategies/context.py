@@ -95,6 +95,16 @@ def splits_sequence(strategy: AxisStrategy) -> bool:
     return strategy.attention not in ("free", "keys")
 
 
+def splits_of(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the axes do to values; how parameters are kept where they split the batch excludes nothing."""
+    return tuple("" if each.inputs == "batch" and not splits_sequence(each) else each.name for each in strategies)
+
+
+def family_of(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the axes do to values, and to experts; strategies that differ in how parameters are kept have the same."""
+    return (*splits_of(strategies), *(each.experts for each in strategies))
+
+
 def of_cache(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
     """What strategies are for a program with a cache: those that split the sequence of a batch split its length."""
     return tuple(SPLIT_KV if splits_sequence(each) else each for each in strategies)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.ir.placement import Learnt
 from autopar.ir.program import Mode, Program
 from autopar.machine.mesh import Mesh
 from autopar.strategies.axis import AxisStrategy
@@ -63,7 +64,8 @@ class Attempt(Request):
     together: how many microbatches go through the program at once. hides_exchanges: exchanges count what waits for them
     where all that may run beside them does. explain: work out why, when nothing can be placed (costs time).
     captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
-    attempts that are made of this one (`dataclasses.replace`) use them too.
+    attempts that are made of this one (`dataclasses.replace`) use them too. learnt: what attempts on one annotated
+    program tell of others on it.
     """
 
     rematerialize: Mode = "none"
@@ -77,6 +79,7 @@ class Attempt(Request):
     explain: bool = True
     alike: Program | None = field(default=None, compare=False, repr=False)
     captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)
+    learnt: Learnt | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def of(request: Request, **changes: Any) -> Attempt:

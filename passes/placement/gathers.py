@@ -13,7 +13,7 @@ computes it whole. PyTorch's DDP would compute it on each rank's own rows, which
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -214,8 +214,3 @@ def _between(state: Mapping[tuple[str, int], Placement], value: tuple[str, int])
     """What a value is between calls, where there are no terms."""
     found = state.get(value, REPLICATE)
     return found if isinstance(found, Shard) else REPLICATE
-
-
-def with_notes(program: Program, blocked: Sequence[Blocked]) -> Program:
-    """The program with a note for each place that is computed whole."""
-    return replace(program, notes=(*program.notes, *notes_of(blocked)))

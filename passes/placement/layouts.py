@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 from autopar.ir.placement import ParameterLayout
@@ -69,13 +70,26 @@ def parameter_choices(
     that it may gather first. Pieces are uneven only where an axis divides no dim, or where rows of padding make up for
     it.
     """
-    type_ = variable.seen
+    known = tuple((dim, tuple(counts)) for dim, counts in sorted(stripes.items()))
+    return list(_parameter_choices(variable.type.shape, variable.seen.shape, tuple(sizes), known, tuple(allowed)))
+
+
+@lru_cache(maxsize=1024)
+def _parameter_choices(
+    shape: tuple[int, ...],
+    seen: tuple[int, ...],
+    sizes: tuple[int, ...],
+    stripes: tuple[tuple[str, tuple[int, ...]], ...],
+    allowed: tuple[frozenset[str], ...],
+) -> tuple[ParameterChoice, ...]:
+    """Hundreds of norms have one shape, and a model is placed many times."""
+    counts = dict(stripes)
     options: list[list[tuple[str, Placement]]] = []
     for size, permitted in zip(sizes, allowed, strict=True):
         found: list[tuple[str, Placement]] = [("replicate", REPLICATE)]
-        for dim in range(len(type_.shape)) if size > 1 else ():
+        for dim in range(len(seen)) if size > 1 else ():
             if "shard" in permitted:
-                found += [("shard", Shard(dim, outer)) for outer in (1, *stripes.get(str(dim), ()))]
+                found += [("shard", Shard(dim, outer)) for outer in (1, *counts.get(str(dim), ()))]
             found += [(mode, Shard(dim)) for mode in ("gather", "keep") if mode in permitted]
         options.append(found)
     choices = []
@@ -85,12 +99,12 @@ def parameter_choices(
         held = tuple(REPLICATE if mode == "keep" else placement for mode, placement in picked)
         compute = tuple(REPLICATE if mode == "gather" else p for mode, p in zip(modes, held, strict=True))
         if (
-            all(_divides(variable, dim, stored, modes, sizes) for dim in range(len(type_.shape)))
+            all(_divides(shape, seen, dim, stored, modes, sizes) for dim in range(len(seen)))
             and _only_gathers(stored, held, sizes, modes, "keep")
             and _only_gathers(held, compute, sizes, modes, "gather")
         ):
             choices.append(ParameterChoice(stored, held, compute, modes))
-    return choices
+    return tuple(choices)
 
 
 def _either_way(
@@ -111,10 +125,12 @@ def _either_way(
             return
 
 
-def _divides(variable: Variable, dim: int, stored: Sharding, modes: Sequence[str], sizes: Sequence[int]) -> bool:
-    """Whether a parameter may be stored in these pieces of one dim."""
+def _divides(
+    shape: Sequence[int], rows: Sequence[int], dim: int, stored: Sharding, modes: Sequence[str], sizes: Sequence[int]
+) -> bool:
+    """Whether a parameter may be stored in these pieces of one dim. rows: its shape with padding."""
     axes = [axis for axis, p in enumerate(stored) if isinstance(p, Shard) and p.dim == dim]
-    size, seen = variable.type.shape[dim], variable.seen.shape[dim]
+    size, seen = shape[dim], rows[dim]
     if not axes:
         return True
     if size != seen and all(modes[axis] == "shard" for axis in axes):
@@ -130,12 +146,11 @@ def _divides(variable: Variable, dim: int, stored: Sharding, modes: Sequence[str
     else:
         return size == seen or len(axes) == 1
     alone = len(axes) == 1 and modes[axes[0]] != "shard"
-    return alone and dim == _uneven_dim(variable, sizes[axes[0]])
+    return alone and dim == _uneven_dim(shape, sizes[axes[0]])
 
 
-def _uneven_dim(variable: Variable, size: int) -> int:
+def _uneven_dim(shape: Sequence[int], size: int) -> int:
     """The dim to cut into uneven pieces: the longest, where `size` ranks divide none and each gets something; or -1."""
-    shape = variable.type.shape
     longest = max(range(len(shape)), key=lambda dim: shape[dim], default=-1)
     if longest < 0 or any(length % size == 0 for length in shape):
         return -1

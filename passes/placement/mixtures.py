@@ -13,7 +13,7 @@ from autopar.base.errors import AutoparError
 from autopar.cost.exchanges import exchange_axis
 from autopar.ir.choices import Choice
 from autopar.ir.classes import Key, value_name
-from autopar.ir.graphs import operands_of
+from autopar.ir.graphs import operands_of, placeholders
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.machine.mesh import Mesh
@@ -119,12 +119,12 @@ class OfExperts:
 
 
 def _holder(region: Region, slot: int) -> fx.Node:
-    return [node for node in region.graph.nodes if node.op == "placeholder"][slot]
+    return placeholders(region.graph, slot + 1)[slot]
 
 
 def _laid(region: Region) -> tuple[frozenset[fx.Node], frozenset[str]]:
     """The parameters that experts are given, and what is made of them for that, or of their gradients."""
-    slots = frozenset([node for node in region.graph.nodes if node.op == "placeholder"][: len(region.slots)])
+    slots = frozenset(placeholders(region.graph, len(region.slots)))
     holders, values = set[fx.Node](), set[fx.Node]()
     for node in filter(is_experts, region.graph.nodes):
         is_grad = str(node.target).startswith("autopar.experts_grad")

@@ -10,6 +10,7 @@ import numpy as np
 from autopar.cost.estimate import OPTIMIZER_STATES
 from autopar.cost.roofline import optimizer_time_s
 from autopar.ir.classes import Key
+from autopar.ir.graphs import placeholders
 from autopar.ir.program import Program
 from autopar.ir.reads import reads_in_backward
 from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, num_pieces, replicated
@@ -38,8 +39,9 @@ class Parameters(Parts):
         first = variables[0]
         uses = [key for key in members if key[0] == "slot"]
         choices, unmet = self._parameter_choices(first, uses, names)
+        reads = any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
         costs = [
-            self._gather_seconds(first, choice, len(names), uses) + len(names) * self._update_seconds(first, choice)
+            self._gather_seconds(first, choice, len(names), reads) + len(names) * self._update_seconds(first, choice)
             for choice in choices
         ]
         held = self.program.held_of(len(names))
@@ -53,9 +55,17 @@ class Parameters(Parts):
             slot.gradient_layouts = [
                 each for each in layouts if may_split_padded(first.type.shape, first.seen.shape, each, self.sizes)
             ]
-            extra = [len(names) * self._early_reduction_price(first, layout, uses) for layout in slot.gradient_layouts]
+            axes = [
+                axis for axis, strategy in enumerate(self.strategies)
+                if strategy.reduces_whole and self.sizes[axis] > 1
+                and not self.of_experts.are_exchanged(strategy, uses)
+            ]  # fmt: skip
+            prices = {axis: self._early_reduction_price(first, axis) for axis in axes}
+            early = [sum(prices[a] for a in axes if layout[a] != PARTIAL) for layout in slot.gradient_layouts]
             kept = self._gradient_usages(first, slot.gradient_layouts, held)
-            slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
+            slot.gradient = self._node(
+                f"gradient:{first.name}", [len(names) * each for each in early], kept, f"gradient of {description}"
+            )
             stored = [choice.stored for choice in choices]
             price = 1.0 if first.name in self.first_parameters else self.once_price
             gradient = self.columns["gradient", root] = Column(slot.gradient_layouts)
@@ -113,8 +123,9 @@ class Parameters(Parts):
             # A bias that another axis splits has no dim left for this one: it stays whole here.
             kept = [c for c in choices if c.modes[axis] == mode or _elsewhere(c.stored, axis) not in gathered]
             return kept or choices
-        is_matrix = len(variable.type.shape) == 2 or any(is_coded(self.program, key) for key in uses)
-        if strategy.required == "shard_matrices" and is_matrix:
+        if strategy.required != "shard_matrices":
+            return choices
+        if len(variable.type.shape) == 2 or any(is_coded(self.program, key) for key in uses):
             kept = [choice for choice in choices if choice.modes[axis] == "shard"]
             if any(self.program.region(name).module for _, name, _ in uses):
                 if any(may_stay_whole(self.program, key, self._tensor_ranks()) for key in uses):
@@ -132,24 +143,21 @@ class Parameters(Parts):
         named = zip(self.strategies, self.sizes, strict=True)
         return math.prod(size for strategy, size in named if strategy.required == "shard_matrices")
 
-    def _early_reduction_price(self, variable: Variable, layout: Sharding, uses: Sequence[Key]) -> float:
-        """What keeps a strategy that reduces whole gradients from summing earlier: more than any reduction costs."""
-        price = 0.0
+    def _early_reduction_price(self, variable: Variable, axis: int) -> float:
+        """What keeps a strategy that reduces whole gradients from summing earlier over an axis: more than any reduction
+        costs.
+        """
         whole = replicated(len(self.sizes))
-        for axis, strategy in enumerate(self.strategies):
-            if self.of_experts.are_exchanged(strategy, uses):
-                continue
-            if strategy.reduces_whole and self.sizes[axis] > 1 and layout[axis] != PARTIAL:
-                term = tuple(PARTIAL if a == axis else REPLICATE for a in range(len(self.sizes)))
-                piece = tuple(Shard(0) if a == axis else REPLICATE for a in range(len(self.sizes)))
-                ways = [whole, piece] if variable.type.shape else [whole]
-                price += 4 * sum(self.costs.seconds(variable.type, term, way, free=True) for way in ways)
-        return price
+        term = tuple(PARTIAL if a == axis else REPLICATE for a in range(len(self.sizes)))
+        piece = tuple(Shard(0) if a == axis else REPLICATE for a in range(len(self.sizes)))
+        ways = [whole, piece] if variable.type.shape else [whole]
+        return 4 * sum(self.costs.seconds(variable.type, term, way, free=True) for way in ways)
 
-    def _gather_seconds(self, variable: Variable, choice: ParameterChoice, count: int, uses: Sequence[Key]) -> float:
+    def _gather_seconds(self, variable: Variable, choice: ParameterChoice, count: int, reads: bool) -> float:
+        """reads: whether the backward reads it."""
         if choice.is_whole_in_place:
             return 0.0
-        again = self.program.training and self._gathers_again(uses, choice)
+        again = self.program.training and self._gathers_again(reads, choice)
         once = self.bucketed.seconds(variable.type, choice.stored, choice.held, free=True)
         each = self.bucketed.seconds(variable.type, choice.held, choice.compute, free=True)
         waits = variable.name in self.first_parameters
@@ -166,12 +174,10 @@ class Parameters(Parts):
         seconds = optimizer_time_s(elements, elements * variable.stored_dtype.itemsize, hardware)
         return max(0.0, seconds - hardware.launch_overhead_s)
 
-    def _gathers_again(self, uses: Sequence[Key], choice: ParameterChoice) -> bool:
+    def _gathers_again(self, reads: bool, choice: ParameterChoice) -> bool:
         """Whether the backward needs the parameter, or the strategy gathers it as the literature does."""
         axes = [axis for axis, mode in enumerate(choice.modes) if mode == "gather"]
-        if any(self.strategies[axis].regather == "all" for axis in axes):
-            return True
-        return any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
+        return reads or any(self.strategies[axis].regather == "all" for axis in axes)
 
     def _parameter_usages(
         self, variable: Variable, choices: Sequence[ParameterChoice], count: float, uses: Sequence[Key]
@@ -218,7 +224,7 @@ def _elsewhere(sharding: Sharding, axis: int) -> Sharding:
 def is_vocabulary(program: Program, key: Key) -> bool:
     """Whether a slot is an embedding table, or the head whose product is an output of the model."""
     region = program.region(key[1])
-    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    holders = placeholders(region.graph, key[2] + 1)
     outputs = {ref.index for ref in program.outputs if ref.call >= 0 and program.calls[ref.call].region == region.name}
     results = next(node for node in region.graph.nodes if node.op == "output").args[0]
     returned = {results[i] for i in outputs}

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.base.errors import AutoparError
 from autopar.ir.classes import Key, value_classes
-from autopar.ir.graphs import is_view
+from autopar.ir.graphs import is_view, placeholders
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
 from autopar.ir.sharding import Sharding
@@ -86,6 +86,7 @@ class Parts:
         self.gathered_values: set[tuple[str, str]] = set()
         self.near_attention: dict[str, frozenset[str]] = {}
         self.keys: dict[str, dict[fx.Node, Key]] = {}
+        self._holders: dict[str, list[fx.Node]] = {}
         self.aliases = {
             node for region in program.regions for node in region.graph.nodes
             if node.name in region.ops and region.ops[node.name][1].alias
@@ -118,6 +119,12 @@ class Parts:
         ports = region.inputs if key[0] in ("in", "gin") else region.outputs
         return region, ports[key[2]].type
 
+    def holders_of(self, region: Region) -> list[fx.Node]:
+        """What a region's graph is given."""
+        if region.name not in self._holders:
+            self._holders[region.name] = placeholders(region.graph)
+        return self._holders[region.name]
+
     def _zigzags(self, keys: Sequence[Key]) -> dict[int, dict[str, tuple[int, ...]]]:
         """axis -> dim -> the numbers of stripes in which values between calls may be split zigzag."""
         axes = [axis for axis, name in enumerate(self.mesh.axis_names) if name in self.program.zigzag]
@@ -127,12 +134,9 @@ class Parts:
         found: dict[str, set[int]] = {}
         for kind, name, index in keys:
             region = self.program.region(name)
-            holders = [node for node in region.graph.nodes if node.op == "placeholder"]
             label = f"{kind}{index}"
-            if kind == "in":
-                label = holders[len(region.slots) + index].name
-            elif kind == "slot":
-                label = holders[index].name
+            if kind in ("in", "slot"):
+                label = self.holders_of(region)[len(region.slots) * (kind == "in") + index].name
             for dim, outers in (region.zigzags if zigzag else region.hints).get(label, {}).items():
                 found.setdefault(dim, set()).update(outers)
         return {dim: tuple(sorted(outers)) for dim, outers in found.items()}

@@ -96,15 +96,15 @@ def tensor_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[in
     return [axis for axis, each in enumerate(strategies) if each.required == "shard_matrices" and sizes[axis] > 1]
 
 
-def with_unsplit(program: Program, unsplit: Sequence[Unsplit]) -> Program:
-    """The program with a note for each module whose weight stays whole."""
+def notes_of_unsplit(program: Program, unsplit: Sequence[Unsplit]) -> tuple[str, ...]:
+    """What the user is told of each module whose weight stays whole."""
     notes = dict[str, None]()
     for each in unsplit:
         if each.small:
             continue
         axis, size = program.on_mesh.axes[each.axis]
         notes[f"{_at(each.module, each.line)} {WHOLE} of {axis}: {each.why(f'{axis}={size}')}"] = None
-    return replace(program, notes=(*program.notes, *notes))
+    return tuple(notes)
 
 
 def notes_of_idle_axes(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:

@@ -180,8 +180,7 @@ class ValueClasses(Parts):
             region = self.program.region(name)
             if kind != "in":
                 continue
-            holders = [node for node in region.graph.nodes if node.op == "placeholder"]
-            users = self._users_through_views(holders[len(region.slots) + index])
+            users = self._users_through_views(self.holders_of(region)[len(region.slots) + index])
             saved = any(u.op == "call_function" and u.name not in region.forward_nodes for u in users)
             if saved and name in self.timeline.backward:
                 values = {call.arguments[index] for _, call in self.program.calls_of(name)}

@@ -1,0 +1,80 @@
+"""What strategies are let off so that there is a placement at all, and what of it serves other strategies.
+
+An operator that no split serves has its operands gathered (gathers.py), a weight that an axis cannot split stays whole
+(unsplit.py): the least first, as `concessions` has it. `auto` is held against many strategies by name, one after the
+other, and what came of one tells of the others (`ir.placement.Learnt`):
+
+- Strategies that do the same with values, and differ in how parameters are kept, are let off the same.
+- Where one that splits the sequence could not be had, others are asked first whether they can be had at all, with all
+  that they could be let off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.ir.placement import Conceded, Learnt
+from autopar.ir.program import Program
+from autopar.passes.placement.gathers import Blocked, blocked_operators, notes_of
+from autopar.passes.placement.problem import build_problem
+from autopar.passes.placement.unsplit import Unsplit, notes_of_unsplit, unsplit_weights
+from autopar.solver.consistency import propagate
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import family_of, splits_sequence
+from autopar.strategies.names import Pin
+
+
+def concessions(
+    program: Program,
+    strategies: Sequence[AxisStrategy],
+    pins: Sequence[Pin],
+    gathered: Sequence[Blocked] | None,
+    excused: Sequence[Unsplit] | None,
+    reasons: bool,
+    learnt: Learnt | None = None,
+) -> Iterator[Conceded]:
+    """Nothing, then what strategies may be let off, the least first; arguments as of `place`. What others of their
+    family were let off comes before all.
+    """
+    known = learnt.conceded.get(family_of(strategies)) if learnt is not None else None
+    if known is not None and known != Conceded():
+        yield known
+    yield Conceded()
+    blocked = blocked_operators(program, strategies) if gathered is None else gathered
+    at = tuple((each.region, each.node) for each in blocked)
+    notes = notes_of(blocked)
+    if blocked:
+        yield Conceded(at, (), notes)
+    unsplit = unsplit_weights(program, strategies, pins, blocked, reasons) if excused is None else excused
+    whole = tuple((each.name, each.axis) for each in unsplit)
+    notes = (*notes, *notes_of_unsplit(program, unsplit))
+    if unsplit:
+        yield Conceded(at, whole, notes)
+    if blocked:
+        yield Conceded(_around(program, blocked), whole, notes)
+
+
+def _around(program: Program, blocked: Sequence[Blocked]) -> tuple[tuple[str, str], ...]:
+    """The operators of regions in which some are blocked.
+
+    Rows that an index chooses of all: what is computed of them meets, also backward, those that stayed in place.
+    """
+    regions = [program.region(name) for name in dict.fromkeys(each.region for each in blocked)]
+    return tuple((region.name, node) for region in regions for node in region.ops)
+
+
+def is_refused(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin], learnt: Learnt) -> bool:
+    """Whether strategies that split the sequence have no placement, memory aside, even with all that they might be let
+    off: what that is need not be found out then.
+    """
+    if not any(map(splits_sequence, strategies)):
+        return False
+    most = _around(program, blocked_operators(program, strategies))
+    built = build_problem(program, strategies, pins, None, gathered=most, excused=None)
+    alive = [np.isfinite(node.costs) for node in built.problem.nodes]
+    if propagate(alive, built.problem.edges).empty is None:
+        return False
+    learnt.refused.append(family_of(strategies))
+    return True

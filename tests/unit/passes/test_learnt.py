@@ -1,0 +1,171 @@
+"""What one placement tells of the next: what strategies are let off, what cannot be had, where a search begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar import pipeline
+from autopar.base.errors import DoesNotFit
+from autopar.ir.placement import Conceded, Learnt
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
+from autopar.passes import place as placing
+from autopar.passes.annotate import annotate
+from autopar.passes.place import place
+from autopar.passes.placement import conceding
+from autopar.strategies.context import family_of
+from autopar.strategies.names import Strategy, resolve
+from autopar.strategies.request import Request
+
+MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
+
+
+class Block(nn.Module):
+    """An MLP, which splits, a matrix that does not, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.odd = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(2, (4, 4)).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        x = x + self.down(F.gelu(self.up(x)))
+        return x + self.odd(x).softmax(-1).cumsum(-1)
+
+
+class Convolutions(nn.Module):
+    """Channels are mixed and normed: neither they nor rows of pixels can be in pieces between two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(16, 16, 3, padding=1), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, pixels: bool = False) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList([Convolutions() for _ in range(2 * pixels)])
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.cumsum(0) * 0.1  # needs all rows of the batch
+        for each in self.convolutions:
+            rows = each(rows.transpose(1, 2).unflatten(2, (2, 4))).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows.square().mean()
+
+
+def annotated(model: nn.Module) -> Program:
+    request = Request(model, {"x": torch.randn(4, 8, 16)}, MESH, resolve("auto", MESH))
+    program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
+    return annotate(program, mesh=MESH)
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return annotated(Blocks())
+
+
+def put(program: Program, strategy: Strategy, learnt: Learnt | None, **given: Any) -> Program:
+    return place(
+        program, strategies=resolve(strategy, MESH), explain=False, reasons=False, learnt=learnt,
+        memory_limit_bytes=None, **given,
+    )  # fmt: skip
+
+
+def test_a_family_is_let_off_the_same(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if what must be gathered and stay whole is sought again for each way to keep parameters, or if what is
+    found so is another placement, or says less.
+    """
+    learnt, strategy = Learnt(), {"dp": "zero2", "tp": "tensor"}
+    put(program, {"dp": "ddp", "tp": "tensor"}, learnt)
+    (conceded,) = learnt.conceded.values()
+    assert conceded.gathered
+    assert conceded.whole
+    plain = put(program, strategy, None)
+    asked = []
+    monkeypatch.setattr(conceding, "unsplit_weights", lambda *given: asked.append(given))
+    found = put(program, strategy, learnt)
+    assert not asked
+    assert found.placed == plain.placed
+    assert found.notes == plain.notes
+    assert len(found.notes) > len(program.notes)
+
+
+def test_who_was_let_off_nothing_is_asked_for_nothing(program: Program) -> None:
+    """Breaks if another family's concessions are taken, or if they are where a user asked by name."""
+    learnt = Learnt()
+    learnt.conceded[family_of(resolve({"dp": "ddp", "tp": "tensor"}, MESH))] = Conceded((("model", "nothing"),))
+    found = put(program, "zero2", learnt)
+    assert found.placed == put(program, "zero2", None).placed
+    named = place(program, strategies=resolve({"dp": "zero3", "tp": "tensor"}, MESH), learnt=learnt)
+    assert learnt.conceded[family_of(resolve("zero2", MESH))].gathered
+    assert any("whole" in note for note in named.notes)
+
+
+def test_what_was_too_little_is_found_out(program: Program) -> None:
+    """Breaks if what another was let off has to do."""
+    learnt = Learnt()
+    strategy = {"dp": "zero2", "tp": "tensor"}
+    learnt.conceded[family_of(resolve(strategy, MESH))] = Conceded((), (("layers.0.odd.weight", 1),))
+    assert put(program, strategy, learnt).placed == put(program, strategy, None).placed
+
+
+def test_what_splits_the_sequence_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if each strategy of its kind is let off one thing after the other before it is refused."""
+    program, learnt, built = annotated(Blocks(pixels=True)), Learnt(), []
+    for module in (placing, conceding):
+        real = module.build_problem
+        monkeypatch.setattr(
+            module, "build_problem", lambda *given, real=real, **more: built.append(1) or real(*given, **more)
+        )
+    for strategy, most in (({"dp": "ddp", "tp": "allgather_kv"}, 2), ({"dp": "ddp", "tp": "ring"}, 1)):
+        built.clear()
+        with pytest.raises(DoesNotFit) as caught:
+            put(program, strategy, learnt)
+        assert caught.value.excluded
+        assert len(built) == most
+    assert len(learnt.refused) == 2
+    built.clear()
+    put(program, "ddp", learnt)
+    assert built
+
+
+def test_a_sequence_that_splits_is_had_though_others_were_refused(program: Program) -> None:
+    """Breaks if one refusal refuses all."""
+    strategy = {"dp": "ddp", "tp": "allgather_kv"}
+    found = put(program, strategy, Learnt(refused=[("",)]))
+    assert found.placed == put(program, strategy, None).placed
+
+
+def test_other_prices_are_searched_from_what_was_chosen(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if the search begins anew, or takes what another problem chose."""
+    starts: list[Any] = []
+    real = placing.solve
+    monkeypatch.setattr(
+        placing, "solve", lambda *given, **more: starts.append(more["warm_starts"]) or real(*given, **more)
+    )
+    learnt = Learnt()
+    put(program, "auto", learnt)
+    put(program, "auto", learnt, overlap_price=0.05)
+    put(program, "zero3", learnt)
+    assert starts[0] == ()
+    assert len(starts[1]) == 1
+    assert not any(starts[2:])
+    alone = put(program, "auto", None, overlap_price=0.05)
+    again = put(program, "auto", learnt, overlap_price=0.05)
+    assert again.result is not None
+    assert alone.result is not None
+    assert again.result.cost_s <= alone.result.cost_s * (1 + 1e-3)
+    assert replace(again.result, seconds=0.0).num_nodes == alone.result.num_nodes
