@@ -1,0 +1,40 @@
+"""Stripe counts that an operator knows reach those far before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autopar import pipeline
+from autopar.machine.mesh import Mesh
+from autopar.passes.annotate import annotate
+from autopar.strategies.names import resolve
+from autopar.strategies.request import Request
+
+MESH = Mesh({"tp": 2}, hardware="cpu")
+
+
+class Thirds(nn.Module):
+    """A product whose result is cut in three, many operators later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        for _ in range(4):
+            hidden = hidden.sin() + 1
+        q, k, v = hidden.chunk(3, -1)
+        return (q * k + v).sum()
+
+
+def test_stripes_go_back_to_the_weight() -> None:
+    """Breaks if what is told of one operator is not told of the one before it (a backward would pass it on)."""
+    request = Request(Thirds(), {"x": torch.randn(4, 8)}, MESH, resolve("auto", MESH), training=False)
+    program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
+    (region,) = annotate(program, mesh=MESH).regions
+    holders = [node.name for node in region.graph.nodes if node.op == "placeholder"]
+    slots = {slot.name: name for slot, name in zip(region.slots, holders, strict=False)}
+    assert 3 in region.hints[slots["up.weight"]]["0"]
+    assert 3 in region.hints[slots["up.bias"]]["0"]
