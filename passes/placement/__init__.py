@@ -1,8 +1,9 @@
 """The placement problem: built from an annotated program, read back into it. `autopar.passes.place` drives it.
 
 `problem` builds it of `parts`: operators' choices, `values` between calls, `parameters`, `layouts` that a tensor may
-have, `moves` between them, the `timeline`; `narrow` and `choices` take another placement's decisions over, `conceding` what it was let off, `context` is
-attention under strategies that split the sequence, `explain` says why there is no placement.
+have, `moves` between them, the `timeline`; `narrow` and `choices` take another placement's decisions over, `conceding`
+what it was let off, `context` is attention under strategies that split the sequence, `explain` says why there is no
+placement.
 
 **Relays.** Where several operators read a value, a variable of its own says in which sharding it is moved once for all
 of them, and kept for the backward. Without it the objective charged a move once per reader: it overlooked plans, and
