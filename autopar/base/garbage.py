@@ -31,8 +31,8 @@ def older_spared() -> Iterator[None]:
     """Inside, or in a function that it decorates, garbage is searched for among what is made meanwhile: who has loaded
     torch and transformers has a million objects, and walking them again and again took a seventh of planning.
 
-    What becomes garbage of what was there is let go after it; so is what was there when `spare` was called. Where somebody has called `gc.freeze()`, nothing is done:
-    undoing it would undo theirs.
+    What becomes garbage of what was there is let go after it; so is what was there when `spare` was called. Where
+    somebody has called `gc.freeze()`, nothing is done: undoing it would undo theirs.
     """
     global _inside
     with _LOCK:
