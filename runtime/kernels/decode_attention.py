@@ -38,17 +38,17 @@ FP8_FACTOR: tl.constexpr = tl.constexpr(256.0)
     ]
 )  # fmt: skip
 def decode_kernel(
-    q, k, v, key_scales, value_scales, bias, keys, pages, acc_out, m_out, total_out,
+    q, k, v, key_scales, value_scales, bias, keys, pages, sinks, acc_out, m_out, total_out, out, lse,
     q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, ks_b, ks_g, ks_t, vs_b, vs_g, vs_t,
     bias_b, bias_h, bias_s, bias_t, keys_b, pages_b,
     B, H, S, T, READ, group, first, left, right, prefix, query_start, key_start, multiplier, cap,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CUTS: tl.constexpr, SCAN: tl.constexpr, PAGE: tl.constexpr,
     STORAGE: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SHARED_BIAS: tl.constexpr, KEYS: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc[CUTS, B, H, S, E], m and total[CUTS, B, H, S]: the unscaled output of a cut, the largest score (in units of
-    log2) and the sum of exp2(score - m).
+    log2) and the sum of exp2(score - m). Of one cut out[B, S, H, E] and lse[B, H, S] themselves.
 
     D, E: of what is stored: of INT4 half a row, whose low nibbles are the first half of the head. READ: key heads that
     are read. SCAN: so many elements of a mask are looked at at a time. PAGE: keys of a page of which `pages` has the
@@ -151,13 +151,29 @@ def decode_kernel(
 
     WIDTH: tl.constexpr = 2 * E if STORAGE == INT4 else E
     row = ((cut * B + batch) * H + heads) * S + queries
-    tl.store(m_out + row, m, mask=row_seen)
-    tl.store(total_out + row, total, mask=row_seen)
-    acc_at = acc_out + (row * WIDTH)[:, None] + e_columns[None, :]
     acc_mask = row_seen[:, None] & (e_columns < E)[None, :]
-    tl.store(acc_at, acc, mask=acc_mask)
-    if STORAGE == INT4:
-        tl.store(acc_at + E, acc_high, mask=acc_mask)
+    if CUTS == 1:
+        shift = tl.where(m == float("-inf"), 0.0, m)
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=row_seen, other=0.0).to(tl.float32) * LOG2_E
+            top = tl.maximum(m, sink)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            total = total * tl.exp2(m - shift) + tl.exp2(sink - shift)
+        denominator = tl.where(total == 0.0, 1.0, total)
+        factor = tl.exp2(m - shift) / denominator
+        log_sum = tl.where(total == 0.0, float("-inf"), (shift + tl.log2(denominator)) * LN_2)
+        tl.store(lse + row, log_sum, mask=row_seen)
+        out_at = out + (((batch * S + queries) * H + heads) * WIDTH)[:, None] + e_columns[None, :]
+        tl.store(out_at, (acc * factor[:, None]).to(out.dtype.element_ty), mask=acc_mask)
+        if STORAGE == INT4:
+            tl.store(out_at + E, (acc_high * factor[:, None]).to(out.dtype.element_ty), mask=acc_mask)
+    else:
+        tl.store(m_out + row, m, mask=row_seen)
+        tl.store(total_out + row, total, mask=row_seen)
+        acc_at = acc_out + (row * WIDTH)[:, None] + e_columns[None, :]
+        tl.store(acc_at, acc, mask=acc_mask)
+        if STORAGE == INT4:
+            tl.store(acc_at + E, acc_high, mask=acc_mask)
 
 
 @triton.jit

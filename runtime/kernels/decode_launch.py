@@ -130,14 +130,17 @@ def decode_attention(
     base = batch * len(read.counts) * ceil_div(group * queries, rows)
     cuts = num_cuts(base, num_keys, config, q.device)
     value_size = v.shape[-1] * (2 if storage == "int4" else 1)
-    shape = (cuts, batch, heads, queries)
-    acc = torch.empty((*shape, value_size), dtype=torch.float32, device=q.device)
-    m, total = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    out = heads_inside((batch, heads, queries, value_size), q)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    acc, m, total = out, lse, lse
+    if cuts > 1:
+        acc = torch.empty((cuts, batch, heads, queries, value_size), dtype=torch.float32, device=q.device)
+        m, total = (torch.empty(acc.shape[:4], dtype=torch.float32, device=q.device) for _ in range(2))
     key_scales, value_scales = scales or (q, q)
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "key_scales": key_scales, "value_scales": value_scales,
         "keys": q if keys is None else rows_whole(keys).view(torch.uint8), "pages": q if pages is None else pages,
-        "acc_out": acc, "m_out": m, "total_out": total, "B": batch, "H": heads, "S": queries, "T": num_keys,
+        "sinks": q if sinks is None else sinks.contiguous(), "out": out, "lse": lse, "acc_out": acc, "m_out": m, "total_out": total, "B": batch, "H": heads, "S": queries, "T": num_keys,
         "READ": len(read.counts), "group": group, "first": options.first, "left": options.left or 0,
         "right": options.right or 0, "prefix": options.prefix, "query_start": _start(options.query_starts),
         "key_start": _start(options.key_starts), "keys_b": 0 if keys is None else keys.stride(0),
@@ -156,11 +159,11 @@ def decode_attention(
         "PRECISION": precision(q.dtype),
     }  # fmt: skip
     launch(kernels.decode_kernel, base * cuts, q.device, {**arguments, **switches}, **config.options())
-    out = heads_inside((batch, heads, queries, value_size), q)
-    lse = torch.empty(shape[1:], dtype=torch.float32, device=q.device)
+    if cuts == 1:
+        return out, lse
     merging = {
-        "acc_in": acc, "m_in": m, "total_in": total, "sinks": q if sinks is None else sinks.contiguous(), "out": out,
-        "lse": lse, "ROWS_ALL": batch * heads * queries, "H": heads, "S": queries, "E": value_size,
+        "acc_in": acc, "m_in": m, "total_in": total, "sinks": arguments["sinks"], "out": out, "lse": lse,
+        "ROWS_ALL": batch * heads * queries, "H": heads, "S": queries, "E": value_size,
         "BLOCK_E": next_block(value_size), "CUTS": cuts, "SINKS": sinks is not None,
     }  # fmt: skip
     launch(kernels.merge_kernel, batch * heads * queries, q.device, merging, num_warps=1)
@@ -225,6 +228,7 @@ def _scale_strides(name: str, scales: tuple[Tensor, ...]) -> dict[str, int]:
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FEATURES: dict[str, dict[str, Any]] = {
     "token": {"KEYS": True},
+    "token of many": {"KEYS": True, "SINKS": True, "CUTS": 1},
     "plain window": {"LEFT": True, "RIGHT": True},
     "mask, sinks": {"BIAS": int(kernels.BOOL_BIAS.value), "SHARED_BIAS": True, "SINKS": True},
     "everything": {
@@ -242,7 +246,8 @@ def compile_specs() -> tuple[CompileSpec, ...]:
         for storage in _KINDS
         for label in _FEATURES
         for rows in ((16, 64) if label == "token" else (16,))
-        if (dtype == torch.bfloat16 and (label in ("token", "everything") or not storage)) or label == "everything"
+        if (dtype == torch.bfloat16 and (label in ("token", "token of many", "everything") or not storage))
+        or label == "everything"
     ]
     return (*found, *(_merge_spec(dtype, size) for dtype in (torch.bfloat16, torch.float32) for size in (64, 128)))
 
@@ -263,8 +268,8 @@ def _spec(dtype: torch.dtype, size: int, storage: str, label: str, rows: int) ->
         constexprs |= {"ks_t": 1, "vs_t": 1}
     stored = {"": f"*{_TYPES[dtype]}", "int8": "*i8", "fp8": "*u8", "int4": "*u8"}[storage]
     types = {
-        **dict.fromkeys(("q", "key_scales", "value_scales", "bias"), f"*{_TYPES[dtype]}"), "k": stored, "v": stored,
-        "keys": "*u8", "pages": "*i32", **dict.fromkeys(("acc_out", "m_out", "total_out"), "*fp32"),
+        **dict.fromkeys(("q", "key_scales", "value_scales", "bias", "sinks", "out"), f"*{_TYPES[dtype]}"), "k": stored, "v": stored,
+        "keys": "*u8", "pages": "*i32", **dict.fromkeys(("acc_out", "m_out", "total_out", "lse"), "*fp32"),
         **dict.fromkeys(("multiplier", "cap"), "fp32"),
     }  # fmt: skip
     if given["BIAS"] == int(kernels.BOOL_BIAS.value):

@@ -198,13 +198,23 @@ def test_keys_that_one_query_alone_sees_are_read() -> None:
     assert_equal(computed(tensors, case), wanted(tensors, case))
 
 
-@pytest.mark.parametrize("cuts", mostly_slow([1, 2, 4, 64], 2))
+@pytest.mark.parametrize("cuts", mostly_slow([1, 2, 4, 64], 1, 2))
 def test_any_number_of_cuts(cuts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a cut without keys counts, or a key falls between two."""
     case = CASES["everything"]
     tensors = case.tensors()
     monkeypatch.setattr(load("decode_launch"), "INTERPRETED_CUTS", cuts)
     assert_equal(computed(tensors, case), wanted(tensors, case))
+
+
+@pytest.mark.parametrize("name", mostly_slow(["sinks", "padding on both sides", "many heads of one"], "sinks"))
+@pytest.mark.parametrize("storage", ["", "int4"])
+def test_one_cut_is_merged_with_nothing(name: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a single cut forgets the sinks, a query that sees nothing, or the second half of a byte."""
+    monkeypatch.setattr(load("decode_launch"), "INTERPRETED_CUTS", 1)
+    tensors = CASES[name].tensors()
+    kept, numbers, said = stored(tensors, storage) if storage else (tensors, tensors, None)
+    assert_equal(computed(kept, CASES[name], codes=said), wanted(numbers, CASES[name]))
 
 
 def test_pieces_of_a_cache_merge() -> None:
