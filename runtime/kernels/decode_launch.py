@@ -140,7 +140,8 @@ def decode_attention(
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "key_scales": key_scales, "value_scales": value_scales,
         "keys": q if keys is None else rows_whole(keys).view(torch.uint8), "pages": q if pages is None else pages,
-        "sinks": q if sinks is None else sinks.contiguous(), "out": out, "lse": lse, "acc_out": acc, "m_out": m, "total_out": total, "B": batch, "H": heads, "S": queries, "T": num_keys,
+        "sinks": q if sinks is None else sinks.contiguous(), "out": out, "lse": lse, "acc_out": acc,
+        "m_out": m, "total_out": total, "B": batch, "H": heads, "S": queries, "T": num_keys,
         "READ": len(read.counts), "group": group, "first": options.first, "left": options.left or 0,
         "right": options.right or 0, "prefix": options.prefix, "query_start": _start(options.query_starts),
         "key_start": _start(options.key_starts), "keys_b": 0 if keys is None else keys.stride(0),
@@ -246,8 +247,7 @@ def compile_specs() -> tuple[CompileSpec, ...]:
         for storage in _KINDS
         for label in _FEATURES
         for rows in ((16, 64) if label == "token" else (16,))
-        if (dtype == torch.bfloat16 and (label in ("token", "token of many", "everything") or not storage))
-        or label == "everything"
+        if label == "everything" or (dtype == torch.bfloat16 and (label.startswith("token") or not storage))
     ]
     return (*found, *(_merge_spec(dtype, size) for dtype in (torch.bfloat16, torch.float32) for size in (64, 128)))
 
@@ -268,7 +268,8 @@ def _spec(dtype: torch.dtype, size: int, storage: str, label: str, rows: int) ->
         constexprs |= {"ks_t": 1, "vs_t": 1}
     stored = {"": f"*{_TYPES[dtype]}", "int8": "*i8", "fp8": "*u8", "int4": "*u8"}[storage]
     types = {
-        **dict.fromkeys(("q", "key_scales", "value_scales", "bias", "sinks", "out"), f"*{_TYPES[dtype]}"), "k": stored, "v": stored,
+        **dict.fromkeys(("q", "key_scales", "value_scales", "bias", "sinks", "out"), f"*{_TYPES[dtype]}"),
+        "k": stored, "v": stored,
         "keys": "*u8", "pages": "*i32", **dict.fromkeys(("acc_out", "m_out", "total_out", "lse"), "*fp32"),
         **dict.fromkeys(("multiplier", "cap"), "fp32"),
     }  # fmt: skip
