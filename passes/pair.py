@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from autopar.base.text import plural
 from autopar.cost.exchanges import exchange_axis
@@ -187,8 +188,8 @@ class _Pair:
     def _copy(self, node: fx.Node, made: Mapping[fx.Node, fx.Node], suffix: str) -> fx.Node:
         name = node.name + suffix
         target = name if node.op == "placeholder" else node.target
-        args: Any = fx.node.map_arg(node.args, made.__getitem__)
-        kwargs: Any = fx.node.map_arg(node.kwargs, made.__getitem__)
+        args: Any = map_arg(node.args, made.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, made.__getitem__)
         copy = self.graph.create_node(node.op, target, args, kwargs, name=name)
         assert copy.name == name, f"{name} is taken by another node"
         copy.meta = dict(node.meta)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import autopar
+from autopar.api import interpret
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cost.under_way import step_hidden_s
@@ -18,11 +20,12 @@ from autopar.ir.program import Program
 from autopar.ir.rings import SEND, TAKE, is_exchange
 from autopar.passes.pair import pair, why_not
 from autopar.runtime.checker.program import check_types
+from autopar.runtime.simulate import simulate
 from autopar.views.content import Findings, content_of
 from autopar.views.picture import dot_source
 from autopar.views.words import in_words
 from tests.unit.passes.test_interleave import Alone, Deep, Qwen, planned, program_of
-from tests.unit.test_mixtures import VOCABULARY, model_of
+from tests.unit.test_mixtures import model_of
 from tests.unit.test_mixtures import planned as of_model
 
 pytestmark = pytest.mark.unit
@@ -64,20 +67,36 @@ def test_recomputed() -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
-def test_a_microbatch_without_labels() -> None:
-    """Breaks if what one microbatch computes as 0 / 0 gets into the gradients by way of the other, or its part of the
-    outputs is another one's.
+class Masked(Alone):
+    """An average over the tokens that a mask leaves: of none of them it is 0 / 0."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = self.layer(x)
+        y = mixed[0] if isinstance(mixed, tuple) else mixed
+        return (y.square().mean(-1) * mask).sum() / mask.sum(), y
+
+
+def test_a_microbatch_without_weight() -> None:
+    """Breaks if what one microbatch computes as 0 / 0 gets into the gradients by way of the other, if one that goes
+    alone counts twice, or its part of the outputs is another one's.
     """
-    ids = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(3))
-    labels = ids.clone()
-    labels[[2, 3, 6, 7]] = -100  # of each rank's four rows the second microbatch's
+    torch.manual_seed(0)
+    model, mask = Masked().double(), torch.ones(8, 5).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    mask[[2, 3, 6, 7]] = 0  # of each rank's four rows the second microbatch's
+    batch = {"x": torch.randn(8, 5, 16).double(), "mask": mask}
     plan = autopar.plan(
-        model_of("qwen3"), autopar.Mesh.parse("dp=2", hardware="cpu"), strategy="expert",
-        example_inputs={"input_ids": ids, "labels": labels}, **HALVES,
-    )  # fmt: skip
-    assert plan.interface.together == 2
-    proof = plan.verify(rtol=1e-9)
-    assert proof.ok and {"loss", "logits"} <= {each.name for each in proof.comparisons}
+        model, autopar.Mesh.parse("dp=2", hardware="cpu"), strategy="expert", example_inputs=batch, **HALVES
+    )
+    assert [each.combine for each in plan.interface.outputs] == ["weighted", "concat"]
+    assert plan.interface.together == 2 and plan.source is not None
+    found = simulate(plan.interface, plan.source, interpret.state_of(model, program_of(plan)), batch)
+    loss, made = model(**batch)
+    loss.backward()
+    torch.testing.assert_close(found.outputs, (loss.detach(), made.detach()))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad)
 
 
 def test_a_saved_plan() -> None:
