@@ -28,6 +28,7 @@ from autopar.passes.indices import simplify_batched_index, simplify_masked_write
 from autopar.passes.reshapes import simplify_reshapes
 from autopar.passes.strided import simplify_strided
 from autopar.passes.triangular import simplify_substitution
+from autopar.passes.unsorted import simplify_sorted
 
 
 def to_program(
@@ -52,6 +53,7 @@ def to_program(
     simplify_masked_write(graph, origins)
     simplify_expert_loops(graph, origins)
     keep_rows(graph, origins)
+    simplify_sorted(graph, origins)
     simplify_dense_experts(graph, origins)
     simplify_pieces(graph, origins)
     simplify_substitution(graph, origins)

@@ -7,81 +7,23 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import interpret
 from autopar.base.errors import AutoparError
 from autopar.passes.capture import capture
+from tests.unit.passes.sorted_experts import WIDTH, Net, compare, tokens_of
 
-ROWS, WIDTH, INNER, EXPERTS, CHOICES = 10, 8, 6, 4, 2
-
-
-class Sequential(nn.Module):
-    """Experts that multiply one after the other their part of the tokens, which are sorted by experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.first = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * INNER) * 0.2)
-        self.second = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) * 0.2)
-
-    def multiplied(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        out = torch.zeros(len(x), weight.shape[-1], dtype=x.dtype)
-        ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        for expert in range(EXPERTS):
-            start, end = ends[expert], ends[expert + 1]
-            out[start:end] = x[start:end] @ weight[expert]
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(-1, WIDTH)
-        chosen, indices = self.router(tokens).topk(CHOICES, -1)
-        counts = torch.bincount(indices.flatten(), minlength=EXPERTS)
-        order = indices.flatten().argsort()
-        up, gate = self.multiplied(tokens[order // CHOICES], self.first, counts).chunk(2, -1)
-        made = self.multiplied(F.silu(gate) * up, self.second, counts)
-        back = torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH)
-        return (back * chosen.softmax(-1)[..., None]).sum(1).view_as(x)
+ROWS = 10
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
-        self.layers = nn.ModuleList(Sequential() for _ in range(2))
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + layer(F.layer_norm(x, (WIDTH,)))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def _tokens(kind: str) -> dict[str, Tensor]:
-    """Tokens that differ, or one alone, which all experts but two get nothing of."""
-    ids = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(3))
-    return {"ids": ids if kind == "all" else torch.full_like(ids, 5), "labels": ids}
-
-
-def _compared(model: nn.Module, program: autopar.ir.program.Program, batch: Mapping[str, Tensor]) -> None:
-    """A captured program against eager, with gradients."""
-    (found, *_), gradients = interpret.run(program, interpret.state_of(model, program), batch)
-    wanted = model(**batch)
-    torch.testing.assert_close(found, wanted)
-    named = dict(model.named_parameters())
-    for name, gradient in zip(named, torch.autograd.grad(wanted, list(named.values())), strict=True):
-        torch.testing.assert_close(gradients[name], gradient)
-
-
-def test_experts_that_multiply_slices_of_sorted_tokens() -> None:
+def test_experts_that_multiply_slices_of_sortedtokens_of() -> None:
     """Breaks if how many tokens an expert got in the example stays in the program, or one that got none counts."""
     torch.manual_seed(0)
     model = Net().double()
-    program = capture(model, _tokens("all"))
+    program = capture(model, tokens_of("all"))
     for kind in ("all", "one"):
-        _compared(model, program, _tokens(kind))
+        compare(model, program, tokens_of(kind))
 
 
 @pytest.mark.sampled(2)
@@ -95,7 +37,7 @@ def test_sorted_experts_are_split(mesh: str, strategy: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = autopar.plan(
-            Net(), autopar.Mesh.parse(mesh, hardware="cpu"), strategy=strategy, example_inputs=_tokens("all")
+            Net(), autopar.Mesh.parse(mesh, hardware="cpu"), strategy=strategy, example_inputs=tokens_of("all")
         )
     assert plan.verify(rtol=1e-9).ok
 
@@ -166,7 +108,7 @@ def test_a_slice_between_two_tensors(name: str) -> None:
     model, x = Cuts(HOW[name]).double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
     program = capture(model, {"x": x, "ends": torch.tensor([[2.0, 3], [0, 2]])})
     for start, end in ((2, 5), (0, 10), (5, 5), (7, 3), (-8, -3), (-30, 4), (3, 99)):
-        _compared(model, program, {"x": x, "ends": torch.tensor([[start, end - 1], [0.0, 1]])})
+        compare(model, program, {"x": x, "ends": torch.tensor([[start, end - 1], [0.0, 1]])})
 
 
 def _writes_into_it(model: Cuts, x: Tensor, ends: Tensor) -> Tensor:
