@@ -8,7 +8,7 @@ Shape suffixes: S rows, D their width, F an expert's width. Matrices are [out, i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,14 +137,16 @@ def _times(x: Any, matrix: Any) -> Product | None:
     return Product(x, matrix, True) if inner is None else Product(x, inner, False)
 
 
-def read_expert(second: Product | None, is_row: Callable[[fx.Node], bool]) -> Expert | None:
+def read_expert(
+    second: Product | None, is_row: Callable[[fx.Node], bool], known: Mapping[fx.Node, Product] | None = None
+) -> Expert | None:
     """The expert whose second product this is; None where it is something else. is_row: whether a node is made of what
-    an expert is given, so that it is no parameter.
+    an expert is given, so that it is no parameter. known: nodes that are products, beside those that say so themselves.
     """
     if second is None or is_row(second.matrix) or (second.bias is not None and is_row(second.bias)):
         return None
     dtype = second.x.meta["val"].dtype
-    reader = _Reader(dtype)
+    reader = _Reader(dtype, known or {})
     text = reader.text(second.x)
     first = tuple(reader.products)
     if text is None or not first or any(is_row(each.matrix) for each in first):
@@ -173,6 +175,7 @@ class _Reader:
     """Text of what is done to products, in the words of `operators.activations`."""
 
     dtype: torch.dtype
+    known: Mapping[fx.Node, Product]
     products: list[Product] = field(default_factory=list)
     halves: str | None = None
     _texts: dict[fx.Node, str | None] = field(default_factory=dict)
@@ -186,15 +189,19 @@ class _Reader:
             self._texts[node] = self._read(node)
         return self._texts[node]
 
+    def _product(self, node: Any) -> Product | None:
+        known = self.known.get(stripped(node, views=True))
+        return product_of(node) if known is None else known
+
     def _read(self, node: Any) -> str | None:
         if (half := _half_of(node)) is not None:
             place, form, source = half
-            product = product_of(source)
+            product = self._product(source)
             if product is None or self.halves not in (None, form) or self.products not in ([], [product]):
                 return None
             self.products, self.halves = [product], form
             return ("gate", "up")[place]
-        if (product := product_of(node)) is not None:
+        if (product := self._product(node)) is not None:
             if self.halves is not None or len(self.products) == 2:
                 return None
             self.products.append(product)

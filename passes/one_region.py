@@ -24,6 +24,7 @@ from autopar.passes.chosen_rows import keep_rows
 from autopar.passes.dense_experts import simplify_dense_experts
 from autopar.passes.emptied import seen_dtype
 from autopar.passes.exported import clean_graph, graph_modules, origin_of
+from autopar.passes.grouped_experts import simplify_grouped_experts
 from autopar.passes.indices import simplify_batched_index, simplify_masked_write, simplify_pieces
 from autopar.passes.reshapes import simplify_reshapes
 from autopar.passes.strided import simplify_strided
@@ -54,6 +55,7 @@ def to_program(
     simplify_expert_loops(graph, origins)
     keep_rows(graph, origins)
     simplify_sorted(graph, origins)
+    simplify_grouped_experts(graph, origins)
     simplify_dense_experts(graph, origins)
     simplify_pieces(graph, origins)
     simplify_substitution(graph, origins)
