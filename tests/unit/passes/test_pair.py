@@ -14,11 +14,13 @@ from torch import Tensor
 import autopar
 from autopar.api import interpret
 from autopar.api.plan import Plan
+from autopar.api.planning import written
 from autopar.base.errors import AutoparError
 from autopar.cost.under_way import step_hidden_s
 from autopar.ir.program import Program
 from autopar.ir.rings import SEND, TAKE, is_exchange
 from autopar.passes.pair import pair, why_not
+from autopar.planner.family import Family
 from autopar.runtime.checker.program import check_types
 from autopar.runtime.simulate import simulate
 from autopar.views.content import Findings, content_of
@@ -111,6 +113,24 @@ def test_a_saved_plan() -> None:
     assert replan(loaded, model, x, plan.mesh).source == plan.source
 
 
+def test_another_batch() -> None:
+    """Breaks if a batch of other sizes, for which decisions stay, runs its microbatches one after the other."""
+    torch.manual_seed(0)
+    model, batch = Deep(), {"x": torch.randn(8, 7, 16)}
+    plan = written(Family.of(two()).plan(model, batch))
+    source, interface = str(plan.source), plan.interface
+    assert interface.together == 2 and interface.inputs[0].shape == (4, 7, 16)
+    check_types(source, interface)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    found = simulate(interface, source, interpret.state_of(model, program_of(plan)), batch)
+    loss = model(**batch)
+    loss.backward()
+    torch.testing.assert_close(found.outputs[0], loss.detach())
+    assert model.one.gate.weight.grad is not None
+    torch.testing.assert_close(found.gradients["one.gate.weight"], model.one.gate.weight.grad, rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------- when, and when not
 
 
@@ -127,6 +147,13 @@ def test_refused(options: dict[str, Any], says: str) -> None:
     torch.manual_seed(0)
     with pytest.raises(AutoparError, match=says):
         planned(Deep(), options.pop("strategy", "expert"), **{**HALVES, **options})
+
+
+def test_what_all_tokens_make_together() -> None:
+    """Breaks if an auxiliary loss, a product of averages over all tokens, is taken for that of each microbatch."""
+    model = model_of("qwen3", output_router_logits=True, router_aux_loss_coef=0.1)
+    with pytest.raises(AutoparError, match="of the whole batch does not follow from those of its microbatches"):
+        of_model(model, "expert", "dp=2", rows=8, **HALVES)
 
 
 def test_dropout_is_left_as_it_is() -> None:
