@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.base.codes import STORAGES
 from autopar.operators import rotary_write
@@ -88,6 +90,18 @@ def test_what_somebody_holds_is_left_alone() -> None:
     assert graph.fits(_inputs(1), [])
 
 
+class _Called(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("storage", ["", "int4"])
 def test_a_token_is_written_where_its_cache_lies(storage: str) -> None:
     """Breaks if caches that are written with a rotary embedding are copied, or one is written in place of another."""
@@ -115,6 +129,9 @@ def test_a_token_is_written_where_its_cache_lies(storage: str) -> None:
     assert uses.only_written() == set(names)
     places = {name: place + 1 for place, name in enumerate(names)}
     graph = Graph(program, {**inputs, **states}, places, uses.only_written(), [], on_the_same_memory)
+    with _Called() as called:
+        graph({**inputs, **states})
+    assert "autopar.rotary_write_.default" in called.names and "autopar.rotary_write.default" not in called.names
     memory = {name: graph.memory[name].data_ptr() for name in names}
     for at in range(3):
         own = {**inputs, "at": torch.tensor([at]), **states}
