@@ -33,12 +33,15 @@ class CompiledMessages(Messages):
     """See `Messages`; where nothing else is said, a method does what it does there."""
 
     def __init__(self, nodes: Sequence[int], edges: Sequence[Edge], num_choices: Sequence[int]) -> None:
+        self._num_choices = num_choices
         super().__init__(nodes, edges)
-        between = [Edge(self.position[e.u], self.position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
-        self.flat = compiled.flatten(num_choices, between)
         self.flat_costs = np.zeros(int(self.flat.base[-1]))
         self.cells = np.zeros(0)
         self.forbids: BoolArray = np.zeros(0, dtype=bool)
+
+    def _connect(self, edges: Sequence[Edge]) -> None:
+        between = [Edge(self.position[e.u], self.position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
+        self.flat = compiled.flatten(self._num_choices, between)
 
     def set_costs(self, costs: Sequence[FloatArray], edges: Sequence[Edge], cells: FloatArray | None = None) -> None:
         """cells: those of all edges in turn, where they are in one array already."""

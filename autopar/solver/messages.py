@@ -54,8 +54,16 @@ class Messages:
 
     def __init__(self, nodes: Sequence[int], edges: Sequence[Edge]) -> None:
         self.nodes = list(nodes)
-        position = {v: p for p, v in enumerate(self.nodes)}
-        self.position = position
+        self.position = {v: p for p, v in enumerate(self.nodes)}
+        self.values = np.zeros(sum(sum(e.costs.shape) for e in edges))
+        self.costs: list[FloatArray] = []
+        self.matrices: list[FloatArray] = []
+        self._connect(edges)
+        self.restart()
+
+    def _connect(self, edges: Sequence[Edge]) -> None:
+        """The ports of all nodes, and where in `values` what comes in is kept."""
+        position = self.position
         self.ahead: list[list[Port]] = [[] for _ in self.nodes]
         self.behind: list[list[Port]] = [[] for _ in self.nodes]
         rows: list[list[IntArray]] = [[] for _ in self.nodes]
@@ -75,10 +83,6 @@ class Messages:
                 rows[mine].append(my_class + inward.start)
         self.inward = [np.array(r) if r else None for r in rows]
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
-        self.values = np.zeros(size)
-        self.costs: list[FloatArray] = []
-        self.matrices: list[FloatArray] = []
-        self.restart()
 
     def set_costs(self, costs: Sequence[FloatArray], edges: Sequence[Edge]) -> None:
         """Node costs (by graph node) and edge matrices from here on."""
