@@ -22,7 +22,12 @@ from autopar.ir.rings import SEND, TAKE, is_exchange
 from autopar.passes.pair import pair, why_not
 from autopar.planner.family import Family
 from autopar.runtime.checker.program import check_types
+from autopar.runtime.loader import load_program
+from autopar.runtime.microbatches import make_batch
 from autopar.runtime.simulate import simulate
+from autopar.runtime.simulated_comm import SimulatedMesh
+from autopar.runtime.simulation import shard_state
+from autopar.runtime.step import Step
 from autopar.views.content import Findings, content_of
 from autopar.views.picture import dot_source
 from autopar.views.words import in_words
@@ -111,6 +116,29 @@ def test_a_saved_plan() -> None:
     from autopar.api.again import replan
 
     assert replan(loaded, model, x, plan.mesh).source == plan.source
+
+
+def test_a_step_that_trains_at_once() -> None:
+    """Breaks if a step whose microbatches go forward and backward in turn adds other gradients than one that goes
+    forward first, or tells other outputs.
+    """
+    torch.manual_seed(0)
+    model, x = Qwen(), torch.randn(8, 5, 16)
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    options: dict[str, Any] = {"microbatches": 4, "halves": True}
+    plan = autopar.plan(model, mesh, strategy="expert", example_inputs={"x": x}, **options)
+    source, interface, state = str(plan.source), plan.interface, interpret.state_of(model, program_of(plan))
+    wanted = simulate(interface, source, state, {"x": x})
+
+    def run(comm: Any) -> Any:
+        with torch.no_grad():
+            step = Step(make_batch(load_program(source, "<in turn>"), interface, comm, {"x": x}), 0)
+            done, gradients, _ = step.in_turn(shard_state(comm, interface, state), lambda _: 0)
+        return done.outputs, gradients
+
+    for outputs, gradients in SimulatedMesh(interface.axes, interface.sizes, 60.0).run(run):
+        torch.testing.assert_close(outputs, wanted.outputs)
+        torch.testing.assert_close(gradients["last.weight"], wanted.gradients["last.weight"])
 
 
 def test_another_batch() -> None:
