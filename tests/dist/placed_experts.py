@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
 from autopar.base.errors import AutoparError
@@ -155,7 +156,7 @@ def loaded_into() -> dict[str, float]:
     """Differences that should not be there: of losses, parameters and states."""
     model, batch = compiled(("dp",), (2,), "expert", "Mixtral")
     layer = "model.layers.0.mlp.experts"
-    heavy = {f"model.layers.{number}.mlp.experts": [9, 8, 1, 1] for number in range(2)}
+    heavy = {layer: [9, 8, 1, 1], "model.layers.1.mlp.experts": [1, 1, 9, 8]}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(one: Any = model, own: Any = None) -> float:
@@ -172,6 +173,8 @@ def loaded_into() -> dict[str, float]:
     average = copy.deepcopy(model)
     model.place_experts(heavy)
     found["it moved"] = float(model.autopar.inner.experts["model.layers.0"].is_home)
+    slots = [model.autopar.inner.experts[f"model.layers.{number}"].slots for number in range(2)]
+    found["each by its own loads"] = float(slots != [(0, 3, 2, 1), (2, 1, 0, 3)])
     found["loss of the copy"] = abs(step(average) - before)
     found["copy"] = _apart(_whole(average), wanted)
     alias = model.state_dict()
@@ -197,7 +200,7 @@ def loaded_into() -> dict[str, float]:
     model.load_state_dict(state)
     model.place_experts(heavy)
     fresh = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    fresh.load_state_dict(copy.deepcopy(states))
+    fresh.load_state_dict(_in_pieces(states))
     step(model, fresh)
     found["states before the first step"] = _apart(_whole(model), after)
     model.place_experts(heavy)
@@ -217,6 +220,18 @@ def loaded_into() -> dict[str, float]:
     model.experts_home()
     found["data"] = float((torch.as_tensor(model.state_dict()[f"{layer}.down_proj"]) - marks).abs().max())
     return found
+
+
+def _in_pieces(states: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's states as torch.distributed.checkpoint reads them: DTensors in the model's order."""
+
+    def cut(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return copy.deepcopy(x)
+        return distribute_tensor(torch.as_tensor(x).clone(), x.device_mesh, x.placements)
+
+    own = {key: {name: cut(x) for name, x in each.items()} for key, each in states["state"].items()}
+    return {"state": own, "param_groups": copy.deepcopy(states["param_groups"])}
 
 
 def _whole(model: Any) -> dict[str, torch.Tensor]:
