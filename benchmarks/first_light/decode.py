@@ -148,4 +148,5 @@ def _time(section: Section, label: str, rows: int, length: int, storage: str) ->
 def _microseconds(work: Callable[[], Any]) -> float:
     import triton
 
-    return 1e3 * float(triton.testing.do_bench(work, warmup=10, rep=50, return_mode="median"))
+    taken: Any = triton.testing.do_bench(work, warmup=10, rep=50, return_mode="median")
+    return 1e3 * float(taken)
