@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -22,22 +22,42 @@ def layouts_of(
     stripes: Mapping[str, Sequence[int]],
     *,
     zigzags: Mapping[int, Mapping[str, Sequence[int]]] = MappingProxyType({}),
+    again: Collection[int] = (),
     partial: bool = False,
 ) -> list[Sharding]:
     """Every sharding a value may have: each axis splits one dim (in any of its stripe counts), or none; or holds
-    terms. zigzags: axis -> dim -> in how many stripes it may be split zigzag.
+    terms. zigzags: axis -> dim -> in how many stripes it may be split zigzag. again: axes that may cut what earlier
+    ones left of stripes: tokens of rows over dp=2, each row over cp, are S(0) and S(0, outer=rows/2).
     """
     options: list[list[Placement]] = []
+    left = {1}
     for axis, size in enumerate(sizes):
         found: list[Placement] = [REPLICATE]
         if size > 1:
             for dim in range(len(type_.shape)):
-                found += [Shard(dim, outer) for outer in (1, *stripes.get(str(dim), ()))]
+                counts = stripes.get(str(dim), ())
+                if axis in again:
+                    counts = sorted({n // part for n in counts for part in left if n % part == 0} - {1})
+                found += [Shard(dim, outer) for outer in (1, *counts)]
                 found += [Shard(dim, outer, True) for outer in zigzags.get(axis, {}).get(str(dim), ())]
             if partial:
                 found.append(PARTIAL)
         options.append(found)
-    return [layout for layout in itertools.product(*options) if is_valid(type_.shape, layout, sizes)]
+        left |= {part * size for part in left}
+    return [
+        layout
+        for layout in itertools.product(*options)
+        if is_valid(type_.shape, layout, sizes) and all(_is_left(layout, axis, sizes, stripes) for axis in again)
+    ]
+
+
+def _is_left(layout: Sharding, axis: int, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether an axis cuts as many stripes as there are, or what contiguous cuts of earlier axes left of them."""
+    placement = layout[axis]
+    if not isinstance(placement, Shard) or placement.zigzag or placement.outer == 1:
+        return True
+    cut = math.prod(sizes[earlier] for earlier in range(axis) if layout[earlier] == Shard(placement.dim))
+    return placement.outer * cut in stripes.get(str(placement.dim), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ class ValueClasses(Parts):
             if not ports:
                 continue
             type_ = self._port_type(ports[0])[1]
-            layouts = layouts_of(type_, self.sizes, self._stripes(ports), zigzags=self._zigzags(ports))
+            layouts = layouts_of(
+                type_, self.sizes, self._stripes(ports), zigzags=self._zigzags(ports), again=self._again()
+            )
             layouts = self._allowed_layouts(members, type_, layouts, states)
             if root in in_pieces:
                 layouts = self._along_the_cache(in_pieces[root], layouts)
@@ -40,6 +42,11 @@ class ValueClasses(Parts):
             name = f"value:{':'.join(map(str, root))}"
             index = self._node(name, [0.0] * len(layouts), usages, self._describe_class(members, type_))
             self.classes[root] = (index, layouts)
+
+    def _again(self) -> list[int]:
+        """The axes that may cut again what earlier ones have cut, as `annotate` has them do within operators."""
+        is_zigzag = [name in self.program.zigzag for name in self.mesh.axis_names]
+        return [axis for axis, each in enumerate(self.strategies) if is_zigzag[axis] or splits_sequence(each)]
 
     def _describe_class(self, members: Sequence[Key], type_: TensorType) -> str:
         inputs = [name for kind, name, _ in members if kind == "program"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import autopar
 from autopar.api.again import replan
 from autopar.api.plan import Plan
+from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import parse
 from benchmarks.proofs.contexts import COLUMNS, MODELS, build, page, run
@@ -87,3 +89,26 @@ def test_the_page_names_every_cell() -> None:
     }
     text = page(results)
     assert text.count("1.0e-15") == len(results) + 1 and f"{len(results)} cells are equal" in text
+
+
+@pytest.mark.parametrize(("dp", "cp"), [("ddp", "ulysses"), ("expert", "ring"), ("zero3+expert", "allgather_kv")])
+def test_tokens_of_rows_and_sequences_leave_blocks_in_stripes(dp: str, cp: str) -> None:
+    """Breaks if router logits, [rows · sequence, experts], which an auxiliary loss reads behind the blocks, have no
+    layout where one axis splits rows and a later one the sequence.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+    )  # fmt: skip
+    batch = {name: torch.randint(0, 64, (4, 16)) for name in ("input_ids", "labels")}
+    mesh = autopar.Mesh({"dp": 2, "cp": 2}, hardware="cpu")
+    plan = autopar.plan(
+        transformers.MixtralForCausalLM(config), mesh, example_inputs=batch, strategy={"dp": dp, "cp": cp}
+    )
+    lies = {each.name: each.sharding for each in plan.interface.outputs}
+    assert lies["router_logits.0"] == (Shard(0), Shard(0, outer=2))
+    assert ("exchange_experts" in plan.source) == ("expert" in dp)
+    assert plan.verify(rtol=1e-9).ok
