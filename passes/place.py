@@ -36,7 +36,9 @@ from autopar.strategies.names import Pin
 SECONDS = 6.0
 SECONDS_A_PAIR = 2.5e-7
 AGAIN = 0.5
-"""Of these, for the same problem at other prices: it is searched from what was chosen before."""
+"""Of these, for the same problem at other prices where there was too little time: it is searched from what was chosen
+before.
+"""
 
 
 @without_collection()
@@ -121,7 +123,7 @@ def place(
         if not explain:
             raise _nothing(memory_limit_bytes, excluded=solution.excluded)
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
-    if learnt is not None:
+    if learnt is not None and solution.gap > proof_gap:  # one that was not ended by the clock ends early elsewhere
         learnt.chosen[key] = solution.choice
     if hints is not None and (excluded or limit is None):  # not for want of memory
         hints.conceded[family_of(strategies)] = conceded

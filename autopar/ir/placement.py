@@ -73,8 +73,8 @@ class Learnt:
 
     conceded: what strategies that are only compared were let off, by what they do with values
     (`strategies.context.family_of`). refused: those of them that split the sequence and could not be had, here or of
-    the same model prepared for others. chosen: the solver's choices, by the strategies, the memory limit, and what
-    was conceded: other prices of the same problem are searched from there.
+    the same model prepared for others. chosen: the solver's choices where it had too little time, by the strategies,
+    the memory limit, and what was conceded: other prices of the same problem are searched from there.
     """
 
     conceded: dict[tuple[str, ...], Conceded] = field(default_factory=dict)
