@@ -228,7 +228,7 @@ def _in_pieces(states: dict[str, Any]) -> dict[str, Any]:
     def cut(x: Any) -> Any:
         if not isinstance(x, DTensor):
             return copy.deepcopy(x)
-        return distribute_tensor(torch.as_tensor(x).clone(), x.device_mesh, x.placements)
+        return distribute_tensor(x.full_tensor(), x.device_mesh, x.placements)
 
     own = {key: {name: cut(x) for name, x in each.items()} for key, each in states["state"].items()}
     return {"state": own, "param_groups": copy.deepcopy(states["param_groups"])}
