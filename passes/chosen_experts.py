@@ -83,7 +83,7 @@ def simplify_expert_loops(graph: fx.Graph, origins: dict[str, str]) -> None:
         return
     _drop_impossible(graph)
     said = Said()
-    rounds = {found.node: found for node in graph.nodes if (found := _round_of(node)) is not None}
+    rounds = {found.node: found for node in graph.nodes if (found := _round_of(node, said)) is not None}
     for chain in reversed(_chains(rounds, said)):  # what a chain begins with is still what it was
         _write(graph, origins, chain, said)
     graph.eliminate_dead_code()
@@ -112,12 +112,12 @@ def _leads_to(node: Any, last: Any, steps: int = 12) -> bool:
 # ------------------------------------------------------------------------------------------------------------ a round
 
 
-def _round_of(node: Any) -> _Round | None:
+def _round_of(node: Any, said: Said) -> _Round | None:
     """The round that ends in a node: `before + where(mask, f(rows), 0)`."""
     if node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         for before, more in (node.args, node.args[::-1]):
             if isinstance(before, fx.Node) and isinstance(more, fx.Node) and (found := _added(more)) is not None:
-                return _read(node, before, *found)
+                return _read(node, before, *found, said)
     if node.target is not _aten.where.self:
         return None
     place, written, before = node.args
@@ -126,7 +126,7 @@ def _round_of(node: Any) -> _Round | None:
         return None
     rows, mask, others = found
     more = _beside_own(rows, before, mask, others)
-    return None if more is None else _read(node, before, more, mask, others)
+    return None if more is None else _read(node, before, more, mask, others, said)
 
 
 def _spread(node: Any) -> tuple[fx.Node, fx.Node, tuple[int, ...]] | None:
@@ -175,7 +175,7 @@ def _beside_own(rows: Any, before: Any, mask: Any, others: tuple[int, ...]) -> f
     return None
 
 
-def _read(node: Any, before: Any, rows: Any, mask: Any, others: tuple[int, ...]) -> _Round | None:
+def _read(node: Any, before: Any, rows: Any, mask: Any, others: tuple[int, ...], said: Said) -> _Round | None:
     """others: dims of the mask over which what comes of rows is summed."""
     dtype, number = node.meta["val"].dtype, shape_of(rows)[0]
     rows = stripped(rows, views=True)
@@ -184,7 +184,7 @@ def _read(node: Any, before: Any, rows: Any, mask: Any, others: tuple[int, ...])
     weight = None
     if (times := _times_weight(rows, mask, number)) is not None:
         rows, weight = times
-    expert = read_expert(product_of(rows), lambda each: _is_of_rows(each, number))
+    expert = read_expert(product_of(rows), lambda each: _is_of_rows(each, number), said)
     if expert is None:
         return None
     source, inward = expert.x, False

@@ -32,7 +32,7 @@ from autopar.passes.expert_products import (
     swapped,
 )
 from autopar.passes.indices import Builder
-from autopar.passes.said import shape_of
+from autopar.passes.said import Said, shape_of
 
 _aten = torch.ops.aten
 _VIEWS = (
@@ -71,7 +71,7 @@ def _write(build: Builder) -> None:
     made, outward = _flat(node.args[0]), None
     if (times := _times_scores(made, num, tokens)) is not None:
         made, outward = times
-    expert = read_expert(product_of(made), lambda each: False)
+    expert = read_expert(product_of(made), lambda each: False, Said())
     if expert is None or shape_of(expert.first[0].matrix)[:-2] != (num,) or shape_of(expert.second.matrix)[0] != num:
         return
     given, inward = _flat(expert.x), None

@@ -19,7 +19,7 @@ from autopar.base.errors import AutoparError
 from autopar.operators.activations import parsed
 from autopar.operators.basic import wide_dtype
 from autopar.passes.indices import Builder
-from autopar.passes.said import shape_of
+from autopar.passes.said import Said, shape_of
 
 _aten = torch.ops.aten
 _CASTS = (_aten.to.dtype, _aten._to_copy.default)
@@ -137,9 +137,13 @@ def _times(x: Any, matrix: Any) -> Product | None:
     return Product(x, matrix, True) if inner is None else Product(x, inner, False)
 
 
+<<<<<<< HEAD
 def read_expert(
     second: Product | None, is_row: Callable[[fx.Node], bool], known: Mapping[fx.Node, Product] | None = None
 ) -> Expert | None:
+=======
+def read_expert(second: Product | None, is_row: Callable[[fx.Node], bool], said: Said) -> Expert | None:
+>>>>>>> 36c8dfd (Biases of experts that are modules may stay whole where another axis splits their dim; faults of the loops)
     """The expert whose second product this is; None where it is something else. is_row: whether a node is made of what
     an expert is given, so that it is no parameter. known: nodes that are products, beside those that say so themselves.
     """
@@ -153,7 +157,7 @@ def read_expert(
         return None
     if any(each.bias is not None and is_row(each.bias) for each in first):
         return None
-    sources = {stripped(each.x, views=True) for each in first}
+    sources = [stripped(each.x, views=True) for each in first]
     dtypes = {each.meta["val"].dtype for p in (*first, second) for each in (p.x, p.matrix)}
     width = shape_of(second.matrix)[-2 if second.transposed else -1]
     widths = {shape_of(each.matrix)[-1 if each.transposed else -2] for each in first}
@@ -161,13 +165,13 @@ def read_expert(
     # Products of gate and up have biases both or neither; one that is read whole has no halves.
     alike = len({(each.transposed, each.bias is None, shape_of(each.matrix)) for each in first}) == 1
     whole = width * 2 if reader.halves is not None else width
-    if len(sources) != 1 or len(dtypes) != 1 or not alike or widths != {whole}:
+    if len(set(map(said, sources))) != 1 or len(dtypes) != 1 or not alike or widths != {whole}:
         return None
     try:
         parsed(text)
     except AutoparError:
         return None
-    return Expert(sources.pop(), first, second, text, gated, reader.halves == "columns")
+    return Expert(sources[0], first, second, text, gated, reader.halves == "columns")
 
 
 @dataclass(slots=True)

@@ -98,7 +98,11 @@ class OfExperts:
         """What an axis may do to a parameter, of which these are the slots."""
         if not self.are_exchanged(strategy, uses):
             return strategy.parameters
-        return frozenset({"shard"}) if all(self._is_direct(name, at) for _, name, at in uses) else _LAID
+        return _LAID if self.may_stay_whole(uses) else frozenset({"shard"})
+
+    def may_stay_whole(self, uses: Sequence[Key]) -> bool:
+        """Whether a parameter of experts is laid together with others, so that it need not lie by experts."""
+        return not all(self._is_direct(name, at) for _, name, at in uses)
 
     def are_moved(self, region: Region, name: str) -> bool:
         """Whether a value is what experts are given of parameters, or a gradient of that."""

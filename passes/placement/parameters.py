@@ -116,6 +116,8 @@ class Parameters(Parts):
         self, choices: list[ParameterChoice], axis: int, strategy: AxisStrategy, variable: Variable, uses: Sequence[Key]
     ) -> list[ParameterChoice]:
         if self.of_experts.are_exchanged(strategy, uses):
+            if self.of_experts.may_stay_whole(uses) and len(variable.type.shape) == 1:
+                return choices  # its one dim may be another axis's, and it is small
             return [choice for choice in choices if choice.modes[axis] == "shard"] or choices
         if strategy.required in ("gather", "keep"):
             mode = strategy.required
