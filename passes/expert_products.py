@@ -137,13 +137,12 @@ def _times(x: Any, matrix: Any) -> Product | None:
     return Product(x, matrix, True) if inner is None else Product(x, inner, False)
 
 
-<<<<<<< HEAD
 def read_expert(
-    second: Product | None, is_row: Callable[[fx.Node], bool], known: Mapping[fx.Node, Product] | None = None
+    second: Product | None,
+    is_row: Callable[[fx.Node], bool],
+    said: Said,
+    known: Mapping[fx.Node, Product] | None = None,
 ) -> Expert | None:
-=======
-def read_expert(second: Product | None, is_row: Callable[[fx.Node], bool], said: Said) -> Expert | None:
->>>>>>> 36c8dfd (Biases of experts that are modules may stay whole where another axis splits their dim; faults of the loops)
     """The expert whose second product this is; None where it is something else. is_row: whether a node is made of what
     an expert is given, so that it is no parameter. known: nodes that are products, beside those that say so themselves.
     """

@@ -18,7 +18,7 @@ from torch import fx
 from autopar.operators.experts import experts  # noqa: F401 (the operator that this writes)
 from autopar.passes.expert_products import Product, experts_of, parameters_of, product_of, read_expert, stripped
 from autopar.passes.indices import Builder
-from autopar.passes.said import shape_of
+from autopar.passes.said import Said, shape_of
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints)
@@ -46,7 +46,7 @@ def simplify_grouped_experts(graph: fx.Graph, origins: dict[str, str]) -> None:
 
 def _write(build: Builder, last: _Grouped, known: Mapping[fx.Node, Product]) -> None:
     node: Any = build.node
-    expert = read_expert(last.product, lambda each: False, known)
+    expert = read_expert(last.product, lambda each: False, Said(), known)
     if expert is None or any(each not in known.values() for each in expert.first):
         return
     x, dtype = expert.x, node.meta["val"].dtype
