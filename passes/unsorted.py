@@ -105,16 +105,21 @@ class _Order:
         Raises:
             _MattersError: somebody minds it.
         """
-        trials = _Trials(self.root, self.numbers, self.limit)
+        trials = _Trials(self)
+        lost: set[fx.Node] = set()
         for node in graph.nodes:
             if node in self.rows:
                 continue
+            minds = any(each in lost for each in node.all_input_nodes)
             if node.op == "output":
-                if any(each in self.rows for each in node.all_input_nodes):
+                if minds or any(each in self.rows for each in node.all_input_nodes):
                     raise _MattersError
             elif node.op == "call_function" and not self._is_part(node, trials):
-                if any(each in self.rows or each in self.inverse for each in node.all_input_nodes):
-                    self._see(node)
+                if any(each in self.rows or each in self.inverse for each in node.all_input_nodes) or minds:
+                    try:
+                        self._see(node, minds)
+                    except _MattersError:  # where parts end may be read off what is sorted, and nothing else
+                        lost.add(node)
         if not self.exits:
             raise _MattersError
 
@@ -130,7 +135,9 @@ class _Order:
         self.rows[node] = 0
         return True
 
-    def _see(self, node: Any) -> None:
+    def _see(self, node: Any, minds: bool) -> None:
+        if minds:
+            raise _MattersError
         if node.target in _ALIKE or self._is_added(node):
             return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or compat.is_mutable(node):
@@ -258,16 +265,19 @@ def _rows_taken(node: Any) -> tuple[fx.Node, fx.Node] | None:
 class _Trials:
     """What ends are for several tensors of numbers."""
 
-    def __init__(self, root: fx.Node, numbers: fx.Node, limit: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        shape, dtype = shape_of(root), _dtype(root)
+    def __init__(self, order: _Order) -> None:
+        generator, limit = torch.Generator().manual_seed(0), order.limit
+        shape, dtype = shape_of(order.root), _dtype(order.root)
         uniform = torch.randint(limit, shape, generator=generator)
         skewed = (limit * torch.rand(shape, generator=generator, dtype=torch.float64) ** 3).long()
         one = torch.full(shape, limit // 2)
-        self._known: list[dict[fx.Node, Any]] = [{root: x.to(dtype)} for x in (uniform, skewed, one)]
+        self._known: list[dict[fx.Node, Any]] = [{order.root: x.to(dtype)} for x in (uniform, skewed, one)]
         self._below: list[list[int]] = []
         for known in self._known:
-            counts = torch.bincount(_computed(numbers, known).flatten().long(), minlength=limit)
+            numbers = _computed(order.numbers, known)
+            if order.values is not None:
+                known[order.values] = numbers.sort().values
+            counts = torch.bincount(numbers.flatten().long(), minlength=limit)
             self._below.append([0, *counts.cumsum(0).tolist()])
 
     def number_between(self, start: fx.Node, end: fx.Node) -> int | None:

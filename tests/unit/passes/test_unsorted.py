@@ -75,7 +75,17 @@ class ByAdding(Layer):
         return found + made.square().sum(0) + back.view(-1, CHOICES, WIDTH).mean(1)
 
 
-@pytest.mark.parametrize("kind", [Sequential, Layer, ByMasks, BySort, ByAdding])
+class BySearching(Layer):
+    """Where parts end is looked up in what is sorted, which counts for nothing else."""
+
+    def mixed(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        values, order = indices.flatten().sort()
+        ends = torch.searchsorted(values, torch.arange(EXPERTS + 1))
+        made = self.between(tokens[order // CHOICES], ends) * weights.flatten()[order, None]
+        return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).sum(1)
+
+
+@pytest.mark.parametrize("kind", [Sequential, Layer, ByMasks, BySort, ByAdding, BySearching])
 def test_rows_stay_where_they_are(kind: type[nn.Module]) -> None:
     """Breaks if a row is another expert's, or goes back to another token's place, in the example's batch or others."""
     torch.manual_seed(0)
@@ -114,6 +124,15 @@ class Triangular(Layer):
         return super().between(rows, ends) + rows.tril(-3)
 
 
+class Causal(Layer):
+    """Each row sees as many keys as its place says."""
+
+    def between(self, rows: Tensor, ends: Tensor) -> Tensor:
+        keys = self.weight.flatten(0, 1)[None, None]
+        seen = F.scaled_dot_product_attention(rows[None, None], keys, keys, is_causal=True)
+        return super().between(rows, ends) + seen[0, 0]
+
+
 class OtherEnds(Layer):
     """The last row of each expert is left out, as beyond a capacity."""
 
@@ -146,7 +165,19 @@ class NeverBack(Layer):
         return self.between(tokens[order // CHOICES], self.ends(indices)).view(-1, CHOICES, WIDTH).sum(1)
 
 
-@pytest.mark.parametrize("kind", [Summed, Placed, Triangular, OtherEnds, Descending, Elsewhere, NeverBack])
+class FirstValue(Layer):
+    """What is read off what is sorted counts for more."""
+
+    def mixed(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        values, order = indices.flatten().sort()
+        ends = torch.searchsorted(values, torch.arange(EXPERTS + 1))
+        made = self.between(tokens[order // CHOICES], ends) * (1 + values[0]) + ends[1]
+        return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).sum(1)
+
+
+@pytest.mark.parametrize(
+    "kind", [FirstValue, Summed, Placed, Triangular, Causal, OtherEnds, Descending, Elsewhere, NeverBack]
+)
 def test_an_order_that_matters_stays(kind: type[nn.Module]) -> None:
     """Breaks if rows are left where they are though their order is of account."""
     torch.manual_seed(0)
