@@ -171,8 +171,9 @@ class FirstValue(Layer):
     def mixed(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         values, order = indices.flatten().sort()
         ends = torch.searchsorted(values, torch.arange(EXPERTS + 1))
-        made = self.between(tokens[order // CHOICES], ends) * (1 + values[0]) + ends[1]
-        return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).sum(1)
+        made = self.between(tokens[order // CHOICES], ends)
+        back = torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).sum(1)
+        return back * (1 + values[0]) + ends[1]
 
 
 @pytest.mark.parametrize(
