@@ -105,8 +105,8 @@ def product_of(node: Any) -> Product | None:
     if getattr(node, "op", None) != "call_function":
         return None
     if node.target is _aten.linear.default:
-        x, matrix, bias = (*node.args, None)[:3]
-        return Product(x, matrix, False, bias)
+        x, matrix, *rest = node.args
+        return Product(x, matrix, False, rest[0] if rest else None)
     if node.target is _aten.addmm.default and not node.kwargs:
         bias, x, matrix = node.args
         found = _times(x, matrix)

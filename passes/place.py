@@ -95,7 +95,9 @@ def place(
         raise _nothing(memory_limit_bytes, excluded=True)
     limit = None if checks_limit else memory_limit_bytes
     plain, excluded = program, True
-    for number, conceded in enumerate(concessions(program, strategies, pins, gathered, excused, reasons, hints)):
+    attempts = enumerate(concessions(program, strategies, pins, gathered, excused, reasons, hints))
+    number, conceded = next(attempts)
+    while True:
         program = replace(plain, notes=(*plain.notes, *conceded.notes))
         built = build_problem(program, strategies, pins, limit, overlap_price, conceded.gathered, conceded.whole)
         key = (tuple(strategies), limit, conceded)
@@ -111,6 +113,10 @@ def place(
         asks = hints is not None and excluded and not (number or hints.refused)
         if hints is not None and asks and is_refused(plain, strategies, pins, hints):
             break
+        following = next(attempts, None)
+        if following is None:
+            break
+        number, conceded = following
     time_limit_s = given_s
     if not solution.choice and solution.status == "infeasible" and explain:
         solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)

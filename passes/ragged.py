@@ -92,7 +92,7 @@ class Ragged(TorchFunctionMode):
         if self._cuts:
             self._note_writes(assigned)
         if ends and func is _READ and isinstance(found, Tensor):
-            with torch._C.DisableTorchFunction():
+            with compat.no_torch_functions():
                 self._cuts.append(
                     _Cut(weakref.ref(found), args[0], self._index(args[1]), found._version, args[0]._version)
                 )
@@ -126,7 +126,7 @@ class Ragged(TorchFunctionMode):
                 raise _refused("forward() writes into a slice between two tensors")
 
     def _note_writes(self, assigned: _Cut | None) -> None:
-        with torch._C.DisableTorchFunction():
+        with compat.no_torch_functions():
             for cut in self._cuts:
                 rows = cut.rows()
                 if cut is assigned:

@@ -84,9 +84,9 @@ class _Order:
         picks = {user.args[1]: user for user in sort.users if user.target is operator.getitem}
         is_pair = sort.target in (_aten.sort.default, _aten.sort.stable)
         places, values = (picks.get(1), picks.get(0)) if is_pair else (sort, None)
-        root = numbers
+        root: Any = numbers
         while root.target in _SAME:
-            root = root.args[0]  # type: ignore[assignment]
+            root = root.args[0]
         limit = _limit(root)
         if places is None or limit is None or numbers.meta["val"].is_floating_point():
             raise _MattersError
@@ -162,6 +162,7 @@ class _Order:
     def _put_back(self, node: Any) -> fx.Node | None:
         """The rows that a node puts back in their places, all of them."""
         where: Any = None
+        rows: Any = None
         if node.target is _aten.index_copy.default and node.args[1] == 0:
             where, rows = node.args[2:4]
         elif node.target is _aten.index_put.default and len(node.args[1]) == 1 and len(node.args) == 3:

@@ -58,8 +58,8 @@ def _stored(call: OpCall, kv_heads: str, keys: str = "t") -> tuple[str, str, str
     storage = call.arg("storage")
     if not storage:
         return "d", "e", ""
-    sizes = ("d", "e") if STORAGES[storage].per_byte == 1 else ("x", "y")
-    return (*sizes, f", b {kv_heads} {keys} 1" * 2)
+    key, value = ("d", "e") if STORAGES[storage].per_byte == 1 else ("x", "y")
+    return key, value, f", b {kv_heads} {keys} 1" * 2
 
 
 def _places(call: OpCall, q: int) -> dict[str, Any]:
