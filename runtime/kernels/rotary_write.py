@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from autopar.base.codes import STORAGES
-from autopar.operators import rotary_write as reference
+from autopar.operators.rotary_write import rotary_write as plain_write
+from autopar.operators.rotary_write import rotary_write_ as plain_write_
 from autopar.operators.scaled_dot_product import rows_whole
 from autopar.runtime.kernels.compile_spec import CompileSpec
 from autopar.runtime.kernels.decode_attention import FP8, INT4, INT8, PLAIN
@@ -148,7 +149,7 @@ def rotary_write(
 ) -> list[Tensor]:  # fmt: skip
     """`autopar::rotary_write`; what the kernel does not have (float64, odd heads) goes to the reference."""
     if not _fits(q, k, v, cos, sin, keys, values, key_scales, value_scales, storage):
-        return reference.rotary_write(q, k, v, cos, sin, keys, values, at, key_scales, value_scales, storage=storage)
+        return plain_write(q, k, v, cos, sin, keys, values, at, key_scales, value_scales, storage=storage)
     caches = [x.clone() for x in (keys, values, key_scales, value_scales) if x is not None]
     return [_launch(q, k, v, cos, sin, at, caches, storage), *caches]
 
@@ -159,7 +160,7 @@ def rotary_write_(
 ) -> Tensor:  # fmt: skip
     """`autopar::rotary_write_`: the same, in the caches that are given."""
     if not _fits(q, k, v, cos, sin, keys, values, key_scales, value_scales, storage):
-        return reference.rotary_write_(q, k, v, cos, sin, keys, values, at, key_scales, value_scales, storage=storage)
+        return plain_write_(q, k, v, cos, sin, keys, values, at, key_scales, value_scales, storage=storage)
     caches = [x for x in (keys, values, key_scales, value_scales) if x is not None]
     return _launch(q, k, v, cos, sin, at, caches, storage)
 

@@ -56,6 +56,14 @@ def classes_of(x: Tensor) -> Tensor:
     return torch.randint(x.shape[-1], x.shape[:-1], generator=GENERATOR)
 
 
+def written(x: Tensor) -> tuple[Any, ...]:
+    """A token's queries, keys and values, and caches that it is written into."""
+    batch, heads, new, size = x.shape
+    token = drawn(batch, heads // 2, new, size), drawn(batch, heads // 2, new, size)
+    caches = drawn(batch, heads // 2, 9, size), drawn(batch, heads // 2, 9, size)
+    return (x, *token, *TABLES, *caches, torch.arange(new) + 1)
+
+
 HEADS, ROWS = (2, 4, 6, 16), (4, 6, 16)
 TABLES = drawn(1, 6, 16), drawn(1, 6, 16)
 WEIGHT = drawn(16)
@@ -63,6 +71,8 @@ WEIGHT = drawn(16)
 CASES: dict[str, tuple[tuple[int, ...], Any, str]] = {
     "rotary": (HEADS, lambda x: (x, *TABLES), "rotary"),
     "rotary_backward": (HEADS, lambda x: (x, *TABLES), "rotary"),
+    "rotary_write": (HEADS, written, "rotary_write"),
+    "rotary_write_": (HEADS, written, "rotary_write"),
     "rms_norm": (ROWS, lambda x: (x, WEIGHT, 1e-5), "rms_norm"),
     "rms_norm_backward": (ROWS, lambda x: (x + 1, x, WEIGHT, drawn(*x.shape[:-1])), "rms_norm"),
     "sum_exp": (ROWS, lambda x: (x, x.amax(-1)), "cross_entropy"),
