@@ -173,6 +173,8 @@ def _differ(indices: Any) -> bool:
 
 def _repeated(node: Any, num: int) -> fx.Node | None:
     """x[T, D] of which a value [E T, D], or [E, T, D], has so many copies, one after the other; x itself, too."""
+    while node.target in _VIEWS and len(shape_of(node)) == 3:
+        node = stripped(node.args[0])
     source: Any = node
     if node.target is _aten.repeat.default:
         source, times = node.args
