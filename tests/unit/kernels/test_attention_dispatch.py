@@ -197,17 +197,22 @@ from autopar.operators.attention_math import attention_math
 from autopar.runtime import kernels
 from autopar.operators import AttentionOptions
 assert kernels.register() and kernels.register()
-from autopar.runtime.kernels import attention_forward
+from autopar.runtime.kernels import attention_forward, decode_launch
 called = []
-kernel = attention_forward.attention_forward
+kernel, few = attention_forward.attention_forward, decode_launch.decode_attention
 attention_forward.attention_forward = lambda *args, **kwargs: called.append(1) or kernel(*args, **kwargs)
-q, k, v = torch.randn(3, 1, 2, 8, 16)
+decode_launch.decode_attention = lambda *args, **kwargs: called.append("few") or few(*args, **kwargs)
+q, k, v = torch.randn(3, 1, 2, 24, 16)
 out, lse = torch.ops.autopar.attention(q, k, v, scale=0.25, right=0, left=3)
 want = attention_math(q, k, v, None, None, None, AttentionOptions(scale=0.25, right=0, left=3))
 torch.testing.assert_close((out, lse), want)
 arguments = (out, q, k, v, None, None, None, None, out, lse)
 grads = torch.ops.autopar.attention_backward(*arguments, scale=0.25, right=0, left=3)
 assert called == [1] and len(grads) == 3
+out, lse = torch.ops.autopar.attention(q[:, :, :4], k, v, scale=0.25, right=20, left=3)
+want = attention_math(q[:, :, :4], k, v, None, None, None, AttentionOptions(scale=0.25, right=20, left=3))
+torch.testing.assert_close((out, lse), want)
+assert called == [1, "few"]
 """
 
 
