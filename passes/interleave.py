@@ -29,6 +29,7 @@ from torch import fx
 from autopar.cost.exchanges import Ways
 from autopar.cost.operator_time import region_seconds, ways_of
 from autopar.cost.under_way import hidden_beside
+from autopar.ir.graphs import ancestors, reached, users_of
 from autopar.ir.program import Program
 from autopar.ir.region import LoweredFunction, Region
 from autopar.ir.rings import SEND, TAKE, is_exchange, is_under_way, sends_inside
@@ -122,7 +123,7 @@ class _Phase:
 
     def _worth_moving(self, nodes: Sequence[fx.Node], need: float, following: _Following) -> list[fx.Node]:
         """Those that take a part of the exchange's time, and what has to move with them."""
-        moved = _reached([node for node in nodes if self._taken([node]) > LEAST * need], following)
+        moved = reached([node for node in nodes if self._taken([node]) > LEAST * need], following)
         return [node for node in nodes if node in moved]
 
     def _taken(self, nodes: Iterable[fx.Node]) -> float:
@@ -137,22 +138,11 @@ def _independent(graph: fx.Graph, exchange: fx.Node) -> tuple[list[fx.Node], lis
     """
     nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     at = nodes.index(exchange)
-    no_later = _reached([exchange, *filter(_stays, nodes[:at])], lambda node: node.all_input_nodes)
-    no_sooner = _reached(filter(_stays, nodes[at:]), lambda node: node.users)  # the exchange is one of these
+    no_later = ancestors([exchange, *filter(_stays, nodes[:at])])
+    no_sooner = users_of(filter(_stays, nodes[at:]))  # the exchange is one of these
     return [node for node in nodes[:at] if node not in no_later], [node for node in nodes[at:] if node not in no_sooner]
 
 
 def _stays(node: fx.Node) -> bool:
     """Whether a statement is not to be moved: it sends by itself, or something runs beside it already."""
     return sends_inside(node) or node.target in (SEND, TAKE) or BESIDE in node.meta
-
-
-def _reached(roots: Iterable[fx.Node], following: _Following) -> set[fx.Node]:
-    """The roots, and all that follows on them."""
-    found, waiting = set[fx.Node](), list(roots)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += following(node)
-    return found

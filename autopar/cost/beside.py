@@ -9,7 +9,7 @@ axis splits less of it, or it is hidden by one of two exchanges, the plan that c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -17,6 +17,7 @@ from torch import fx
 from autopar.cost.exchanges import exchange_axis
 from autopar.cost.fusion import fuses
 from autopar.cost.operator_time import ways_of
+from autopar.ir.graphs import ancestors, users_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
 from autopar.machine.mesh import Mesh
@@ -67,7 +68,7 @@ def _seconds_beside(region: Region, exchange: fx.Node, mesh: Mesh) -> float:
     """Of the operators of the same phase that are independent of an exchange; but for those that a compiler fuses."""
     options = region.options
     forward = exchange.name in region.forward_nodes
-    tied = _reached(exchange, lambda node: node.all_input_nodes) | _reached(exchange, lambda node: node.users)
+    tied = ancestors([exchange]) | users_of([exchange])
     return sum(
         min(options[node.name].seconds, default=0.0)
         for node in region.graph.nodes
@@ -76,13 +77,3 @@ def _seconds_beside(region: Region, exchange: fx.Node, mesh: Mesh) -> float:
         and not (mesh.hardware.compiled and fuses(*region.ops[node.name]))
         and not any(_exchanges(each) for each in options[node.name].strategies)
     )  # fmt: skip
-
-
-def _reached(root: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    found, waiting = set[fx.Node](), [root]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += following(node)
-    return found

@@ -59,16 +59,26 @@ def _base_name(node: fx.Node) -> str:
     return node.target.name().split(".")[0] if isinstance(node.target, tracing.OpOverload) else ""
 
 
-def ancestors(roots: Iterable[fx.Node], stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
-    """The nodes, and all that they are computed from; what `stops` is taken, and not what it is computed from."""
+def reached(roots: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes, and all that follows on them."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += [] if stops(node) else node.all_input_nodes
+            stack += following(node)
     return found
+
+
+def ancestors(roots: Iterable[fx.Node], stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """The nodes, and all that they are computed from; what `stops` is taken, and not what it is computed from."""
+    return reached(roots, lambda node: () if stops(node) else node.all_input_nodes)
+
+
+def users_of(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that is computed from them."""
+    return reached(roots, lambda node: node.users)
 
 
 def parameter_only(region: Region, graph: fx.Graph) -> set[fx.Node]:

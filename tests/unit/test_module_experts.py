@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from tests.unit.passes.sorted_experts import Net
 
 pytestmark = pytest.mark.unit
 WIDTH, INNER, EXPERTS, CHOSEN = 8, 12, 4, 2
@@ -55,19 +56,6 @@ class Stacked(nn.Module):
             made = (F.silu(tokens[rows] @ w1[e].t()) * (tokens[rows] @ v1[e].t())) @ w2[e]
             out.index_add_(0, rows, made * weights[rows, nth, None])
         return out.view_as(x)
-
-
-class Net(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
-        self.layers = nn.ModuleList(kind() for _ in range(2))
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = x + layer(F.layer_norm(x, (WIDTH,)))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def planned(kind: type[nn.Module], strategy: Any, mesh: str) -> autopar.Plan:

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
-from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.ir.sharding import Shard
-from autopar.passes.capture import capture
+from tests.unit.passes.usual import planned, ran
 
 
 class Decoder(nn.Module):
@@ -83,22 +81,6 @@ class Guarded(nn.Module):
             if x.sum() > 1000:
                 x = x * 2
         return self.linear(x).square().mean()
-
-
-def planned(model: nn.Module, **batch: Tensor) -> Plan:
-    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
-    return autopar.plan(model, mesh, example_inputs=batch, strategy="ddp")
-
-
-def ran(model: nn.Module, traced_for: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-    """What the program that is captured for one batch gives on another."""
-    program = capture(model, traced_for)
-    (region,) = program.regions
-    module = torch.fx.GraphModule(nn.Module(), region.graph)
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **program.constants}
-    given = [held[slot.name] for slot in region.slots]
-    found: Tensor = module(*given, *(batch[port.name] for port in region.inputs))[0]
-    return found
 
 
 def test_a_loop_that_may_end_early_runs_to_its_end() -> None:
