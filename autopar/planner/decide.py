@@ -83,7 +83,7 @@ def decide(
         microbatches=_number(microbatches, halves, inference),
         pipeline=asked,
         roots=None if roots is None else tuple(roots),
-        halves=halves,
+        halves=None if inference else halves,  # as microbatches, which a forward alone has none of
         spread=_as_before(strategies, stage, pieces_pinned(inputs, constraints, stage)),
         captured={} if captured is None else captured,
     )

@@ -43,7 +43,7 @@ def drawing(name: str) -> list[autopar.Request]:
     """The same, of which two of three are drawn, each in its own way, and some end otherwise."""
     kinds: tuple[dict[str, Any], ...] = (
         {}, {"do_sample": True, "temperature": 0.7, "top_k": 20, "seed": 5},
-        {"do_sample": True, "top_p": 0.8, "eos_token_id": [7, 9, 11, 40]},
+        {"do_sample": True, "top_p": 0.8, "eos_token_id": [7, 9, 11, 40, 56, 59]},
     )  # fmt: skip
     return [replace(each, **kinds[number % 3]) for number, each in enumerate(requests(name))]
 

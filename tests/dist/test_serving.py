@@ -34,4 +34,6 @@ def test_each_request_draws_as_its_own_generate(name: str, strategy: str) -> Non
     """Breaks if requests share draws, take options or ends of others, or ranks draw each its own."""
     want = serving.alone(name, serving.drawing)
     assert want != serving.alone(name)
+    asked = serving.drawing(name)
+    assert any(each.eos_token_id and len(own) < each.max_new_tokens for each, own in zip(asked, want, strict=True))
     assert launch(serving.drawn, 2, name, strategy, timeout_s=300.0) == [want] * 2

@@ -107,9 +107,13 @@ def test_who_was_let_off_nothing_is_asked_for_nothing(program: Program) -> None:
     """Breaks if another family's concessions are taken, or if they are where a user asked by name."""
     learnt = Learnt()
     learnt.conceded[family_of(resolve({"dp": "ddp", "tp": "tensor"}, MESH))] = Conceded((), (), ("told",))
-    found = put(program, "zero2", learnt)
+    found, plain = put(program, "zero2", learnt), put(program, "zero2", None)
     assert "told" not in found.notes
-    assert found.placed == put(program, "zero2", None).placed
+    assert found.placed == plain.placed
+    others = Learnt()
+    put(program, {"dp": "ddp", "tp": "tensor"}, others)
+    found = put(program, "zero2", others)
+    assert (found.placed, found.notes) == (plain.placed, plain.notes)
     named = place(program, strategies=resolve({"dp": "zero3", "tp": "tensor"}, MESH), learnt=learnt)
     assert learnt.conceded[family_of(resolve("zero2", MESH))].gathered
     assert any("whole" in note for note in named.notes)

@@ -167,7 +167,6 @@ def test_another_batch() -> None:
     [
         ({"strategy": "zero3"}, "no tokens travel to experts"),
         ({"microbatches": 1}, "a step has 1 microbatch"),
-        ({"inference": True}, "planned for inference"),
     ],
 )
 def test_refused(options: dict[str, Any], says: str) -> None:
@@ -175,6 +174,14 @@ def test_refused(options: dict[str, Any], says: str) -> None:
     torch.manual_seed(0)
     with pytest.raises(AutoparError, match=says):
         planned(Deep(), options.pop("strategy", "expert"), **{**HALVES, **options})
+
+
+def test_a_forward_alone_has_no_microbatches() -> None:
+    """Breaks if a model that is compiled for pairs cannot be evaluated, or cannot generate."""
+    torch.manual_seed(0)
+    plan = planned(Deep(), "expert", **HALVES, inference=True)
+    assert plan.interface.together == 1
+    assert plan.verify(rtol=1e-9).ok
 
 
 def test_what_all_tokens_make_together() -> None:
