@@ -276,15 +276,22 @@ class Inference:
         given = [_by_shape(each) for each in types]
         if lie is not None:
             zeros: list[dict[Reading, None]] = [{} for _ in local]
+            other: Readings | None = None
             for chosen in _chosen(given):
                 for whole, ways in own.parts_of_asked([each.given for each in chosen]):
                     read = self._read(whole, ways, chosen) if ways else []
                     if not read or any(shape is not None and not x for shape, x in zip(local, read, strict=True)):
                         continue
                     if not self._is_zero(read, lie):
-                        return tuple(tuple(each) or None for each in read), True
+                        # Another program may have been asked for a call on such operands, too: of another whole.
+                        if self._meets(own, read, lie):
+                            return tuple(tuple(each) or None for each in read), True
+                        other = other or tuple(tuple(each) or None for each in read)
+                        continue
                     for into, each in zip(zeros, read, strict=True):
                         into.update(each)
+            if other is not None:
+                return other, True
             if any(zeros):
                 return tuple(tuple(each) or None for each in zeros), True
         for chosen in _chosen(given):

@@ -155,6 +155,16 @@ def test_what_was_planned_is_enough(name: str) -> None:
     program._check(plan.source, plan.interface, "<planned>", hinted=True)
 
 
+def test_what_another_program_asked_of_such_operands() -> None:
+    """Breaks when a call that some other plan has on operands of the same shapes is taken for this one's: what was
+    planned is not enough then, and all is looked for.
+    """
+    loaded = catalogue.load("llama", tiny=True, device="meta")
+    strategy = {"pp": "pipeline", "tp": "tensor"}
+    autopar.plan(loaded.model, Mesh({"pp": 2, "tp": 2}, hardware="cpu"), example_inputs=loaded.batch, strategy=strategy)
+    test_what_was_planned_is_enough("t5")
+
+
 def test_rows_of_which_only_later_is_seen_whose_they_are() -> None:
     """Breaks when positions that may be those of either axis are taken for the first one's: they turn out to be the
     other's, and all is asked a second time.
