@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -124,16 +125,21 @@ def expert_rows(plan: PlanRecord, loads: Mapping[str, Any] | None = None) -> lis
     Raises:
         AutoparError: loads of a layer that sends no tokens in this plan, or of other sizes.
     """
-    rows, left = [], dict(loads or {})
+    rows, given, used = [], loads or {}, set[str]()
     for region in plan.drawn.regions:
         modules = {op.name: op.module for op in region.ops}
+        seen = Counter[str]()
         for each in region.experts:
             module = modules[each.op]
+            seen[module] += 1
             own = re.compile(re.escape(module).replace(r"\*", r"\d+"))
-            found = {name: left.pop(name) for name in list(left) if each.axis and own.fullmatch(name)}
+            found = {name: load for name, load in given.items() if each.axis and own.fullmatch(name)}
+            used |= found.keys()
+            turn = f"; microbatch {seen[module]} of two at a time" if plan.interface.together > 1 else ""
             rows.append(
                 {
                     **asdict(each),
+                    "split": f"{each.split}{turn}",
                     "module": module,
                     "item": f"op:{region.name}.{each.op}",
                     "calls": region.calls,
@@ -141,9 +147,9 @@ def expert_rows(plan: PlanRecord, loads: Mapping[str, Any] | None = None) -> lis
                     **_measured(found, each.experts, each.ranks),
                 }
             )
-    if left:
+    if left := [name for name in given if name not in used]:
         raise AutoparError(
-            f"loads of {next(iter(left))}, which is no layer of experts that this plan sends tokens to",
+            f"loads of {left[0]}, which is no layer of experts that this plan sends tokens to",
             values=f"layers are {', '.join(row['module'] for row in rows if row['axis']) or 'none'}",
             remedy="name layers as compiled.expert_loads() does",
         )

@@ -94,6 +94,16 @@ def test_loads_say_what_placing_would_gain(exchanged: Plan) -> None:
             content_of(exchanged, Findings(expert_loads={name: given}), (), {})
 
 
+def test_microbatches_at_a_time_have_a_row_each() -> None:
+    """Breaks if the two rows of a layer look alike, or loads are of the first one alone."""
+    plan = mixtral({"dp": "expert"}, {"dp": 4}, microbatches=2, halves=True)
+    loads = {f"model.layers.{layer}.mlp.experts": [9, 1, 1, 1, 1, 1, 1, 1] for layer in range(2)}
+    first, second = content_of(plan, Findings(expert_loads=loads), (), {})["experts"]
+    assert first["split"].endswith("microbatch 1 of two at a time")
+    assert second["split"].endswith("microbatch 2 of two at a time")
+    assert first["measured"] == second["measured"] > second["visited"]
+
+
 def test_experts_that_stay_send_nothing() -> None:
     """Breaks if an axis that splits widths or experts alone is said to exchange, or the busiest rank to have more."""
     for name, words in (("tensor", "widths over tp"), ("expert+sum", "experts over tp")):
