@@ -42,10 +42,10 @@ kernels: $(STAMP)
 	  else echo "kernels: not compiled, no Triton for this platform"; fi
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest tests/unit -m "not slow and not moderate" -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
 
 proofs: $(STAMP)
-	$(BIN)/python -m pytest tests/unit -m slow -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest tests/unit -m "slow or moderate" -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
 
 # Reports are opened in Chromium or Chrome where one is installed; without one these tests are skipped and say so.
 browser: $(STAMP)

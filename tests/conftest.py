@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files of the tests that are run")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Marks tiers before pytest leaves out what `-m` does not ask for, and samples what remains."""
     root = Path(__file__).parent
     for item in items:
         tier = item.path.relative_to(root).parts[0] if item.path.is_relative_to(root) else ""
@@ -41,6 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+    yield
     if not config.getoption("--every-case") and not any("[" in argument for argument in config.args):
         _sample(config, items)
 
@@ -49,7 +53,7 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test marked `sampled(n)`, n cases of those that this run collects: always the same, by digest."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") is not None and not _is_left_out(config, item):
+        if item.get_closest_marker("sampled") is not None:
             cases[item.nodeid.partition("[")[0]].append(item)
     dropped: set[pytest.Item] = set()
     for group in cases.values():
@@ -60,12 +64,6 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
-
-
-def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
-    """Whether `-m slow` or `-m "not slow"`, as the tiers ask, leaves it out."""
-    asked, is_slow = config.getoption("-m"), item.get_closest_marker("slow") is not None
-    return (asked == "slow" and not is_slow) or (asked == "not slow" and is_slow)
 
 
 def pytest_collection_finish() -> None:

@@ -92,6 +92,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Tensor | None], dict[str, Any]]:
     return [q, k, v, bias, there, sinks, torch.tensor(seed)], options
 
 
+@pytest.mark.moderate
 @given(cases())
 @settings(max_examples=150, deadline=None)
 def test_values_and_gradients_are_those_of_the_definition(case: tuple[list[Tensor | None], dict[str, Any]]) -> None:

@@ -246,6 +246,7 @@ def test_small_row_is_planned() -> None:
     assert 1 / found["blocks"].tokens_per_s == pytest.approx(mean)
 
 
+@pytest.mark.moderate
 def test_script_lists_rows_without_planning() -> None:
     """Breaks if fp8 rows are planned, or their reason is not said."""
     script = str(Path(backtest.__file__))

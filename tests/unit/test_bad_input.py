@@ -40,6 +40,7 @@ def test_an_axis_that_does_not_divide_the_batch() -> None:
     )
 
 
+@pytest.mark.moderate
 def test_auto_on_an_axis_that_divides_nothing() -> None:
     """Breaks if `auto` fails where keeping everything whole would work."""
     plan = plan_mlp(Mesh({"dp": 7}, hardware="cpu"))
@@ -108,6 +109,7 @@ class Weighted(nn.Linear):
         return (found if weight_of_rows is None else found * weight_of_rows).sum()
 
 
+@pytest.mark.moderate
 def test_a_batch_in_order() -> None:
     """Breaks if a tuple of arguments, as torch.export takes it, or a single tensor plans something else than names."""
     x, weight = torch.randn(4, 4), torch.randn(4)
@@ -147,6 +149,7 @@ def test_a_model_that_writes_its_own_parameter() -> None:
     assert message.startswith("the model changes its own parameter weight in forward()") and "buffer" in message
 
 
+@pytest.mark.moderate
 def test_running_statistics_that_export_loses() -> None:
     """Breaks if an instance norm's running statistics are silently dropped."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True))
@@ -169,6 +172,7 @@ def test_unknown_names() -> None:
     assert error_of(plan_mlp, rematerialize="some").startswith("unknown rematerialize mode 'some'. use auto, none")
 
 
+@pytest.mark.moderate
 def test_pins() -> None:
     """Breaks if a pin without effect, against another, on a strange axis, or that cannot hold, is passed over."""
     assert error_of(plan_mlp, constraints=[pin("layers.*.upp.weight", tp=Shard(0))]).startswith(
@@ -197,6 +201,7 @@ def test_pins() -> None:
     assert error_of(plan_mlp, constraints=[pin("logits", dp=Partial())]).startswith("logits cannot be P on dp")
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", [pytest.param("auto", marks=pytest.mark.slow), "zero3"])
 def test_memory_that_cannot_suffice(strategy: str) -> None:
     """Breaks if the message does not name the smallest limit that would do, or planning with just that limit fails."""
@@ -231,12 +236,14 @@ def test_plan_files(tmp_path: Path) -> None:
     assert error_of(Plan.load, tmp_path / "none.json").startswith(f"cannot read the plan {tmp_path / 'none.json'}")
 
 
+@pytest.mark.moderate
 def test_a_loaded_plan_cannot_be_verified() -> None:
     """Breaks if a plan without its model claims to be proven."""
     loaded = Plan.from_json(plan_mlp().to_json())
     assert error_of(loaded.verify).startswith("this plan was loaded from a file and has no model to compare with")
 
 
+@pytest.mark.moderate
 def test_a_plan_for_something_else() -> None:
     """Breaks if decisions are applied to another mesh, another model, or another batch."""
     plan = plan_mlp(strategy="zero3")

@@ -26,6 +26,7 @@ def plan_of(mesh: str, strategy: object, **options: object) -> autopar.Plan:
     )  # fmt: skip
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -52,6 +53,7 @@ def test_parts_add_up(mesh: str, strategy: object, microbatches: int | None) -> 
     assert json.loads(json.dumps(found.to_dict()))["step_time_s"] == found.step_time_s
 
 
+@pytest.mark.moderate
 def test_a_saved_plan_needs_its_model(tmp_path: object) -> None:
     plan = plan_of("dp=2", "ddp")
     path = f"{tmp_path}/plan.json"
@@ -63,6 +65,7 @@ def test_a_saved_plan_needs_its_model(tmp_path: object) -> None:
     assert again.step_time_s == pytest.approx(plan.cost.step_time_s)
 
 
+@pytest.mark.moderate
 def test_views_that_the_host_takes_time_for_are_counted() -> None:
     """Breaks if operators do not add up to the compute where views have a price."""
     cpu = replace(profiles.load("cpu"), view_s=2e-6)

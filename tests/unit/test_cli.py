@@ -62,6 +62,7 @@ def test_plan_prints_the_table_one_line_and_the_next_command() -> None:
     assert following == "Next: autopar verify mlp --tiny --mesh dp=2,tp=2 --strategy zero3"
 
 
+@pytest.mark.moderate
 def test_plan_writes_what_was_asked_for(tmp_path: Path) -> None:
     """Breaks if a file is not written, is not what the plan is, or --json prints anything but JSON."""
     files = [tmp_path / name for name in ("plan.json", "program.py", "plan.svg")]
@@ -85,6 +86,7 @@ def test_a_folder_that_does_not_exist_is_no_crash(tmp_path: Path) -> None:
     assert "cannot write" in err and "Traceback" not in err
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_verify_says_ok(dtype: str) -> None:
     """Breaks if a proof that holds does not print ok and end with 0."""
@@ -107,6 +109,7 @@ def test_microbatches_are_planned_and_proven() -> None:
     assert "with the same random draws" in out
 
 
+@pytest.mark.moderate
 def test_verify_json() -> None:
     """Breaks if machines cannot read the proof."""
     data = json.loads(run("verify", *SMALL, "--strategy", "ddp", "--json")[0])
@@ -114,6 +117,7 @@ def test_verify_json() -> None:
     assert "loss" in {row["name"] for row in data["comparisons"]}
 
 
+@pytest.mark.moderate
 def test_verify_ends_with_1_where_the_program_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a failed proof looks like success to a script."""
     from dataclasses import replace

@@ -90,6 +90,7 @@ MAKERS = (
 )  # fmt: skip
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_numbers_of_python_keep_their_values(make: Callable[[Tensor, int], Tensor], blocks: int) -> None:

@@ -53,6 +53,7 @@ def hidden(width: int) -> int:
     return ROWS * TOKENS * width * BYTES
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("num", mostly_slow([2, 4], 4))
 @pytest.mark.parametrize("model", WIDTHS)
 def test_ulysses_turns_four_hidden_states(model: str, num: int) -> None:
@@ -74,6 +75,7 @@ def test_ulysses_sends_the_key_heads_that_a_rank_reads() -> None:
         assert a_layer(rows) == {("all_to_all", queries): 4}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("num", mostly_slow([2, 4], 4))
 @pytest.mark.parametrize("model", WIDTHS)
 def test_allgather_kv_gathers_keys_and_values(model: str, num: int) -> None:
@@ -85,6 +87,7 @@ def test_allgather_kv_gathers_keys_and_values(model: str, num: int) -> None:
     assert a_layer(inside(model, f"cp={num}", "allgather_kv", "backward")) == {("reduce_scatter", keys): 2}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("num", mostly_slow([2, 4], 4))
 @pytest.mark.parametrize("model", WIDTHS)
 def test_ring_sends_keys_and_values_round(model: str, num: int) -> None:
@@ -97,6 +100,7 @@ def test_ring_sends_keys_and_values_round(model: str, num: int) -> None:
     assert a_layer(inside(model, f"cp={num}", "ring", "backward")) == {("ring", backward): 1}
 
 
+@pytest.mark.moderate
 def test_a_ring_stops_where_a_window_ends() -> None:
     """Breaks if blocks travel that no query sees: a window of 6 on pieces of 4 tokens reaches two blocks back."""
     block = 2 * hidden(32) / 4

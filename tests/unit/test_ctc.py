@@ -43,6 +43,7 @@ def planned(model: nn.Module, strategy: str = "ddp", mesh: str = "dp=2") -> Plan
     return autopar.plan(model, autopar.Mesh.parse(mesh, hardware="cpu"), example_inputs=batch, strategy=strategy)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("form", ["padded", "selected", "numbers"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_rows_split_in_every_form(form: str, reduction: str) -> None:
@@ -53,12 +54,14 @@ def test_rows_split_in_every_form(form: str, reduction: str) -> None:
         assert not any("all rows of the batch" in note for note in plan.notes)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("strategy", "mesh"), [("zero3", "dp=2"), ("auto", "dp=2"), ("tensor", "tp=2")])
 def test_under_other_strategies(strategy: str, mesh: str) -> None:
     """Breaks if a class or a step is split under a recurrence that meets all of them."""
     assert planned(Speech("selected"), strategy, mesh).verify().ok
 
 
+@pytest.mark.moderate
 def test_targets_that_do_not_fit() -> None:
     """Breaks if an infinite loss, or its gradient, is not zero where that is asked."""
 
@@ -90,6 +93,7 @@ class FewLabels(Speech):
         return super().forward(x, y, lengths)
 
 
+@pytest.mark.moderate
 def test_few_labels_are_no_sizes() -> None:
     """Breaks if labels of few columns are taken for numbers that decide, so that each batch gets a program, or none."""
     torch.manual_seed(0)

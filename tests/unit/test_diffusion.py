@@ -180,6 +180,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": image, "step": torch.randint(0, 1000, (ROWS,)), "hint": hint, "noise": noise}
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("model", "mesh", "strategy"),
@@ -200,6 +201,7 @@ def test_every_gradient_is_eagers(model: str, mesh: str, strategy: str) -> None:
     assert {f"gradient of {name}" for name, _ in made.named_parameters()} <= compared
 
 
+@pytest.mark.moderate
 def test_rows_that_are_compared_are_no_microbatches() -> None:
     """Breaks if a loss over all pairs of rows is taken for a mean over those of each microbatch."""
     mesh = autopar.Mesh.parse("pp=2", hardware="cpu")

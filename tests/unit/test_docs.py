@@ -104,6 +104,7 @@ class Repeats(nn.Module):
         return self.up(x).relu().relu().sum()
 
 
+@pytest.mark.moderate
 def test_the_pass_that_contributing_shows_works() -> None:
     """Breaks if what it imports moves, if it leaves the second relu in, or if the plan computes something else."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

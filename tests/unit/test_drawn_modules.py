@@ -25,6 +25,7 @@ FEW = settings(
 )  # the script shrinks, in seconds
 
 
+@pytest.mark.moderate
 @FEW
 @given(drawing=drawings(), cell=st.sampled_from(sorted({*CELLS, *OTHERS})))
 def test_a_slice_of_drawn_modules(drawing: Drawing, cell: tuple[str, str]) -> None:
@@ -122,6 +123,7 @@ class Attending(nn.Module):
         return F.mse_loss(self.head(x.flatten(1)), target)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("strategy", "mesh"), [("auto", "dp=2,tp=2"), ("tensor+sequence", "tp=2"), ("ring", "cp=2")])
 def test_what_blocks_hand_on_lies_somehow(strategy: str, mesh: str) -> None:
     """Breaks if a strategy that splits what flows between blocks allows it no layout, where the user sees such a value

@@ -53,6 +53,7 @@ def flipped(target: Any) -> Any:
 aten = torch.ops.aten
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 @pytest.mark.parametrize(
     ("targets", "fault"),
@@ -69,6 +70,7 @@ def test_faults_show_where_dropout_is_active(
     assert proof.dropout and not proof.ok
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_microbatches_draw_as_the_model_does_of_each(name: str) -> None:
     """Breaks if the model's rows and the program's are of different microbatches, or their draws are."""
@@ -76,6 +78,7 @@ def test_microbatches_draw_as_the_model_does_of_each(name: str) -> None:
     assert proof.ok and proof.dropout
 
 
+@pytest.mark.moderate
 def test_a_draw_that_the_program_does_not_make_stays_torchs() -> None:
     """Breaks if a mask that nobody reads takes the draw of the next one."""
     program = plan("gpt2").program
@@ -163,6 +166,7 @@ class Kept(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_draw_again_what_they_drew(reentrant: bool) -> None:
     """Breaks if what the model runs again in its backward gets other numbers than in its forward: the proof of a right

@@ -62,6 +62,7 @@ def test_one_function_set_for_each_distinct_region(name: str) -> None:
     assert loose == {"split_inputs", "forward", "backward"}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("name", "strategy"), [pytest.param("gpt2", "auto", marks=pytest.mark.slow), ("cnn", "product")]
 )
@@ -79,6 +80,7 @@ def test_every_value_has_its_shape_and_origin() -> None:
     assert "+tp" in text and "/dp" in text
 
 
+@pytest.mark.moderate
 def test_the_text_is_what_runs() -> None:
     """Breaks if something beside the text runs: an edit must change the numbers, and the proof must notice."""
     plan = plan_of("mlp")
@@ -106,6 +108,7 @@ def test_an_edit_that_drops_a_collective_is_noticed() -> None:
         assert "replicas differ" in str(error)
 
 
+@pytest.mark.moderate
 def test_precision_is_in_the_text_that_runs() -> None:
     """Breaks if parameters that are stored in float32 are computed with as stored, gradients of microbatches are added
     in bfloat16, or the runtime takes parameters for what they are computed with.

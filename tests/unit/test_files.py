@@ -86,6 +86,7 @@ def test_a_plan_calls_nothing_that_it_names(command: str, tmp_path: Path) -> Non
     assert result.exit_code == (2 if command == "explain" else 0), result.output
 
 
+@pytest.mark.moderate
 def test_a_plan_that_would_end_the_process() -> None:
     """Breaks if `os:abort` in a plan's file, found as it was, ends the process that explains the plan."""
     text = plan_with(model_spec=spec_of("os:abort"))

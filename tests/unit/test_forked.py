@@ -18,6 +18,7 @@ def fail() -> int:
     raise ValueError("no result")
 
 
+@pytest.mark.moderate
 def test_a_task_that_dies_or_hangs_has_no_result_and_the_others_have() -> None:
     """Breaks if the others are lost, tried twice in the wrong place, or waited for without end."""
     tasks = [partial(int, 1), os.abort, partial(int, 3), partial(time.sleep, 60), partial(os._exit, 0), partial(int, 6)]

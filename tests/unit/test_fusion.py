@@ -67,6 +67,7 @@ def test_a_kernel_reads_and_writes_once() -> None:
     assert sum(seconds[name] for name in first) == pytest.approx(1e-9 + 3 * 64 * 64 * 4 / (3.35e12 * 0.9))
 
 
+@pytest.mark.moderate
 def test_nothing_is_fused_where_nothing_is_compiled() -> None:
     program = planned(False)
     region, mesh = only(program), program.mesh

@@ -20,6 +20,7 @@ FIRST = 1_000_000
 """Other inputs than those of the benchmark."""
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutated_files(name: str) -> None:
     """Breaks if a file that is nearly right is a traceback, has no end, or makes its reader run or write something."""
@@ -35,6 +36,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ["plans", "indices", "configurations"])
 @given(value=values, seed=st.integers(0, 1 << 32))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

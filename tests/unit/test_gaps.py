@@ -26,6 +26,7 @@ def test_every_shipped_model_on_one_to_four_axes() -> None:
     assert {len(Mesh.parse(mesh, hardware="h100").sizes) for mesh in MESHES} == {1, 2, 3, 4}
 
 
+@pytest.mark.moderate
 def test_a_model_is_placed_with_memory_to_spare_and_without() -> None:
     """Breaks if the limit does not bind where the row says so, or a row does not survive its own process."""
     free, binds = measure(Case("mlp", "dp=4,tp=2"))
@@ -34,6 +35,7 @@ def test_a_model_is_placed_with_memory_to_spare_and_without() -> None:
     assert all(row.nodes and row.choices > row.nodes and 0 <= row.gap < 1 for row in (free, binds))
 
 
+@pytest.mark.moderate
 def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if one case that fails ends the run, or leaves no trace."""
     (row,) = gaps.run_case(Case("no-such-model", "dp=8"))

@@ -52,6 +52,7 @@ def planned(imbalance: float | None, strategy: str) -> Plan:
         )  # fmt: skip
 
 
+@pytest.mark.moderate
 def test_an_exchange_takes_as_long_as_its_busiest_rank() -> None:
     """Breaks if the request's number is lost on the way to costs, or is another one than the profile's by default."""
     usual, same, more = (planned(each, "expert").cost.step_time_s for each in (None, 1.25, 4.0))
@@ -61,6 +62,7 @@ def test_an_exchange_takes_as_long_as_its_busiest_rank() -> None:
     assert loaded.mesh.hardware.expert_imbalance == 4.0
 
 
+@pytest.mark.moderate
 def test_imbalance_changes_plans() -> None:
     """Breaks if what is chosen does not depend on it: tokens go to their experts where ranks get about as many, and
     stay where one rank would get all of them.

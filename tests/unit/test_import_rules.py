@@ -83,6 +83,7 @@ def test_what_one_file_may_not_do(checker: ModuleType) -> None:
     assert rules_of(checker, "autopar/views/a.py", "def f():\n    import matplotlib") == []
 
 
+@pytest.mark.moderate
 def test_lists_name_what_exists(checker: ModuleType) -> None:
     """Breaks if a list keeps a name that is gone, which would let a new file of that name in unseen."""
     trees, _ = checker.read()

@@ -202,6 +202,7 @@ def test_some_of_a_folder(problems: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cells(out)["small"][2:7] == ["–", "–", "–", "", ""] and "2 of 4 instances answered" in out
 
 
+@pytest.mark.moderate
 def test_each_instance_has_a_process(problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if what a process found does not come back whole, or one that dies takes the others with it."""
     row = run_apart(problems / "single.json", 20.0, 0.0)

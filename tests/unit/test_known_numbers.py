@@ -105,6 +105,7 @@ class Slices(nn.Module):
         return (x @ scale).square().mean()
 
 
+@pytest.mark.moderate
 def test_slices_between_known_tensors() -> None:
     """Breaks if the ends of a slice that Python's own numbers say are taken for unknown, or for others."""
     torch.manual_seed(0)

@@ -207,6 +207,7 @@ def _llama(**more: Any) -> nn.Module:
         return hf.LlamaForCausalLM(config)
 
 
+@pytest.mark.moderate
 def test_a_large_model_has_a_small_twin() -> None:
     """Breaks if a model of transformers runs in full size, its loss is left out, or one with other modules is taken for
     one that its configuration makes.

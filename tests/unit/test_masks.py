@@ -259,6 +259,7 @@ def test_keys_are_the_padding_itself() -> None:
     assert max(sizes) == 2 * S
 
 
+@pytest.mark.moderate
 @given(
     st.integers(1, 6),
     st.integers(1, 6),
@@ -284,6 +285,7 @@ def test_bands_show_what_they_were_read_from(
         assert all_rows_see(diagonal, queries, keys) == bool(plane.any(1).all())
 
 
+@pytest.mark.moderate
 @given(st.lists(st.booleans(), min_size=12, max_size=12))
 @settings(max_examples=300, deadline=None)
 def test_any_plane_is_read_exactly_or_not(cells: list[bool]) -> None:

@@ -55,6 +55,7 @@ def test_plans_without_ortools() -> None:
     assert "OR-Tools cannot be imported" in done.stderr and "pip install ortools" in done.stderr
 
 
+@pytest.mark.moderate
 def test_no_command_needs_what_only_pictures_need() -> None:
     """Breaks if a module imports at its top what a machine may lack: then nothing of autopar can be imported there."""
     done = run_without("import autopar, autopar.cli.main, autopar.views.report, autopar.solver.solve")

@@ -301,6 +301,7 @@ class Casting(nn.Module):
         return scores.softmax(-1).square().sum()
 
 
+@pytest.mark.moderate
 def test_modules_that_are_cast_in_forward() -> None:
     """Breaks if a cast that changes nothing is refused, one that changes a parameter for good is passed over, or whole
     numbers are taken to be cast, too.
@@ -331,6 +332,7 @@ class Own(nn.Module):
         return self.head(x + mixed).square().mean() + scores.square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("strategy", "mesh", "called"),
     [

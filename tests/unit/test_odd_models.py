@@ -68,6 +68,7 @@ def test_a_model_that_knows_no_float64_is_told_and_proven_in_float32() -> None:
     assert plan.verify(dtype=torch.float32).ok
 
 
+@pytest.mark.moderate
 def test_a_mask_that_eager_leaves_out_is_left_out() -> None:
     """Breaks if transformers makes a causal mask while it is traced, where in eager mode it makes none and attention
     goes both ways (PaliGemma without images).
@@ -160,6 +161,7 @@ class Bins(nn.Module):
         return (self.linear(x).softmax(-1) * centers).sum(-1).square().mean()
 
 
+@pytest.mark.moderate
 def test_an_operator_that_names_its_device_is_tried_where_there_are_numbers() -> None:
     """Breaks if a rule is looked for on the meta device, of which the captured operator speaks."""
     plan = autopar.plan(Bins(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
@@ -274,6 +276,7 @@ class Turned(nn.Module):
         return torch.fft.irfft(waves * torch.exp(1j * waves.abs()), n=8).pow(2).mean()
 
 
+@pytest.mark.moderate
 def test_a_complex_number_of_pythons_own_is_no_operand() -> None:
     """Breaks if the conjugate of a number is taken for one of a tensor (an IndexError), or a gradient is wrong."""
     plan = autopar.plan(Turned(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="zero3")

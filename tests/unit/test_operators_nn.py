@@ -363,6 +363,7 @@ def test_buffers_that_are_one_tensor_stay_one_in_a_proof() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_an_inverse_is_traced_without_its_check() -> None:
     """The check of its gradient gives nothing, and had no type."""
     model, x = layer(lambda x: torch.linalg.inv(x @ x.mT + 4 * torch.eye(3, dtype=x.dtype)), 3, 3)

@@ -106,6 +106,7 @@ class Averaged(Beside):
         return F.mse_loss(self.last(z), self.average.expand_as(z))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", [Target, Averaged])
 def test_no_gradient_passes_where_none_does(kind: type[Beside]) -> None:
     """Breaks if what `torch.no_grad()` makes is differentiated because the model also writes into a buffer."""

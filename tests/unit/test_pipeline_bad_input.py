@@ -37,6 +37,7 @@ def plan_of(
     return autopar.plan(loaded.model, parsed, example_inputs=loaded.batch, strategy=strategy, **options)
 
 
+@pytest.mark.moderate
 def test_more_stages_than_pieces() -> None:
     """Breaks if the message does not say how many pieces there are, and what would do."""
     assert error_of(plan_of, mesh="pp=16", microbatches=1) == (
@@ -196,6 +197,7 @@ def test_memory_from_the_command_line() -> None:
     assert result.exit_code == 2 and "is the pipeline's" in result.output
 
 
+@pytest.mark.moderate
 def test_a_pipeline_of_one_rank() -> None:
     """Breaks if pp=1 is refused, or cut into stages that nobody asked for."""
     plan = plan_of("pipeline", "pp=1,dp=2")
@@ -247,6 +249,7 @@ def test_a_batch_that_cannot_be_taken_apart_is_one_microbatch_where_nobody_asks_
     assert "combines each row" in message and message.endswith("use pipeline(1f1b), which does.")
 
 
+@pytest.mark.moderate
 def test_damaged_plans_and_plans_for_something_else(tmp_path: Path) -> None:
     """Breaks if a file with a pipeline is loaded though it was changed, or its stages are run on another model."""
     plan = plan_of({"pp": "1f1b", "dp": "zero2"}, microbatches=2)

@@ -53,6 +53,7 @@ def data_of(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in json.loads(plan.to_json())["plan"].items() if name != "times"}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -81,6 +82,7 @@ def test_through_a_file_and_onto_the_model_again(strategy: Strategy, tmp_path: P
     assert redone.verify().ok
 
 
+@pytest.mark.moderate
 def test_a_schedule_of_a_file_is_in_the_plan(tmp_path: Path) -> None:
     """Breaks if a saved plan needs the CSV that it was made with."""
     file = tmp_path / "own.csv"
@@ -145,6 +147,7 @@ def test_explanations_leave_the_cut_alone() -> None:
     assert again.cost.step_time_s == pytest.approx(plan.cost.step_time_s, rel=1e-6)
 
 
+@pytest.mark.moderate
 def test_no_alternative_over_the_memory_limit() -> None:
     """Breaks if the fullest rank of an alternative's pipeline is not held against the limit."""
     strategy = {"pp": "1f1b", "dp": "auto"}
@@ -189,6 +192,7 @@ def test_proofs_on_more_ranks_than_there_are(tmp_path: Path) -> None:
     assert proof.ok and proof.mesh == "pp=2 × dp=8"
 
 
+@pytest.mark.moderate
 def test_an_edited_program() -> None:
     """Breaks if an edit of a pipeline's program is passed over by the proof."""
     plan = plan_of({"pp": "1f1b", "dp": "zero2"}, microbatches=2)
@@ -255,6 +259,7 @@ def test_the_step_is_the_simulated_one() -> None:
     assert rows["pp"] > 0 and set(rows) == {"pp", "dp"}
 
 
+@pytest.mark.moderate
 def test_the_command_line(tmp_path: Path) -> None:
     """Breaks if a pipeline is missing in what machines read, or in the list of strategies."""
     rows = json.loads(output("strategies", "--json"))
@@ -279,6 +284,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "pp=pipeline(interleaved, 2), dp=zero2" in answer
 
 
+@pytest.mark.moderate
 def test_the_next_command_of_a_file(tmp_path: Path) -> None:
     """Breaks if the command that the plan proposes does not run."""
     file = tmp_path / "own.csv"
@@ -316,6 +322,7 @@ def test_named_strategies_inside_a_pipeline(model: str, mesh: str, strategy: Str
         assert kinds == {"all_gather", "reduce_scatter"}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "ddp"])
 def test_modes_of_parameters_in_a_stage(strategy: str) -> None:
     """Breaks if what a stage holds for the step is held for each use, or the other way round."""
@@ -325,6 +332,7 @@ def test_modes_of_parameters_in_a_stage(strategy: str) -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_pins_of_parameters() -> None:
     """Breaks if a pin is not kept where there are stages."""
     plan = plan_of("pipeline(1f1b)", microbatches=2, constraints=[strategies.pin("layers.*.up.weight", dp=Shard(1))])

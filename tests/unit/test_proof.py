@@ -138,6 +138,7 @@ class Cancelling(nn.Module):
         return 1e3 * self.last(hidden).square().mean()
 
 
+@pytest.mark.moderate
 def test_what_cancels_is_compared_on_the_scale_of_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if the bias before a batch norm, whose gradient is rounding alone, makes a right program wrong; or if a
     gradient that is small, but is no rounding, may be lost, or one that is 0 may be anything.
@@ -176,6 +177,7 @@ class Scaled(nn.Module):
         return self.last(self.first(x).mul(scale).tanh()).square().mean()
 
 
+@pytest.mark.moderate
 def test_casts_that_the_proof_has_not() -> None:
     """Breaks if a model of float32 that makes a number in another precision cannot be proven in float64: its program
     has a cast fewer there, and the plan's decisions would be for another one.

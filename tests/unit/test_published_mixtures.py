@@ -71,6 +71,7 @@ def test_ratios_by_hand() -> None:
     assert said.published is None and said.off is None and not said.is_kept
 
 
+@pytest.mark.moderate
 def test_speeds_of_mixtures_are_near_the_published() -> None:
     """Breaks if exchanges over one node or eight, or products of experts, are priced far from what was measured."""
     for name in ("automodel/qwen3-30b-8", "automodel/gpt-oss-120b-64"):
@@ -78,6 +79,7 @@ def test_speeds_of_mixtures_are_near_the_published() -> None:
         assert found.tokens_per_s == pytest.approx(row(name).speed, rel=mixtures.NEAR), name
 
 
+@pytest.mark.moderate
 def test_sharing_a_batch_gets_slower_with_the_ranks_that_share() -> None:
     """Breaks if experts over ranks that share a batch are predicted to gain from more of them."""
     names = ("transformers/ep1", "transformers/ep2", "transformers/ep4")
@@ -96,6 +98,7 @@ def test_the_order_of_deepspeeds_rows_is_kept() -> None:
     assert [each.is_kept for each in ratios(ROWS, found)] == [True, True, True]
 
 
+@pytest.mark.moderate
 def test_script_lists_rows_without_planning() -> None:
     """Breaks if the script does not start from its folder's own path."""
     script = Path(mixtures.__file__)

@@ -56,6 +56,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "options"), MODELS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_layers_and_directions(kind: str, options: dict[str, Any]) -> None:
@@ -67,6 +68,7 @@ def test_layers_and_directions(kind: str, options: dict[str, Any]) -> None:
     assert not any("all rows of the batch" in note for note in plan.notes)
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("strategy", "mesh"), [("zero3", "dp=2"), ("auto", "dp=2,tp=2"), ("tensor", "tp=2")])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
@@ -75,11 +77,13 @@ def test_under_other_strategies(kind: str, strategy: str, mesh: str) -> None:
     assert planned(Tagger(kind, num_layers=2), strategy, mesh).verify().ok
 
 
+@pytest.mark.moderate
 def test_what_is_evaluated_has_no_dropout() -> None:
     """Breaks if dropout between layers stays in a model that is evaluated."""
     assert planned(Tagger("LSTM", num_layers=2, dropout=0.5).eval()).verify().ok
 
 
+@pytest.mark.moderate
 def test_a_projected_state_is_left_to_torch() -> None:
     """Breaks if five weights of a layer are taken for four."""
     plan = planned(Tagger("LSTM", proj_size=4))

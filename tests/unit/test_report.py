@@ -110,6 +110,7 @@ def test_what_is_gathered_once_and_overlaps_is_said() -> None:
     assert str(Plan.from_json(plan.to_json())) == text
 
 
+@pytest.mark.moderate
 def test_what_does_not_fit_beside_the_compute_is_said() -> None:
     """Breaks if a step that has no memory for what is in flight holds it, or a saved plan starts it early again."""
     loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
@@ -140,6 +141,7 @@ def test_parameters_in_place_are_not_gathered() -> None:
     assert "overlap    gradients are reduced beside the backward" in str(plans[1])
 
 
+@pytest.mark.moderate
 def test_a_vocabulary_that_its_axis_does_not_divide_is_printed() -> None:
     """Breaks if bytes a rank are of even pieces only: the first rank's piece is the larger one."""
     loaded = catalogue.load("gpt2", tiny=True, batch=(8, 16), overrides={"vocab_size": 257})
@@ -197,6 +199,7 @@ def test_a_pipelines_price_is_of_one_rank() -> None:
     assert memory_price_text(_priced(plan, 8 * 2**30, 1.3e-3)) == said
 
 
+@pytest.mark.moderate
 def test_memory_that_binds_is_priced_by_the_solver() -> None:
     """Breaks if the price of a placement within too little memory does not get from the solver into the plan's file."""
     loaded = catalogue.load("mlp", tiny=True, batch=(64, 1))

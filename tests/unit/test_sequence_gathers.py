@@ -51,6 +51,7 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize(("kind", "word"), [("recurrence", "cumsum"), ("sorted", "sort"), ("mean", "add")])
 def test_what_needs_the_whole_sequence_is_computed_whole_and_said(kind: str, word: str, strategy: str) -> None:

@@ -132,6 +132,7 @@ def glue(group: Sequence[np.ndarray], dim: int, outer: int, zigzag: bool) -> np.
     return np.concatenate([piece[k] for k, order in enumerate(orders) for piece in order], axis=dim)
 
 
+@pytest.mark.moderate
 @MANY
 @given(cases())
 @example(

@@ -128,6 +128,7 @@ def _planned(name: str, sizes: dict[str, int], strategy: Any, wanted: autopar.Ge
     return autopar.plan_generation(_model(name), autopar.Mesh(sizes), wanted, strategy=strategy)
 
 
+@pytest.mark.moderate
 def test_each_rank_keeps_its_piece() -> None:
     """Breaks if a cache lies whole, if phases leave it otherwise than each other, or a rank keeps a byte more: keys and
     values [2, 2, 8, 8] of two layers in float64, a half of each, and two counts.
@@ -141,6 +142,7 @@ def test_each_rank_keeps_its_piece() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_what_an_encoder_gave_lies_in_pieces_too() -> None:
     """Breaks if a cache that nothing is written into, which a slice of the whole would serve as well, lies whole; or if
     one of a length that does not divide is refused.
@@ -155,6 +157,7 @@ def test_what_an_encoder_gave_lies_in_pieces_too() -> None:
             assert all((each.sharding == (Shard(2),)) == pieces for each in across)
 
 
+@pytest.mark.moderate
 def test_one_message_where_that_is_faster() -> None:
     """Breaks if latencies are left out: one token takes a gather a layer, not a maximum and a sum."""
     plan = _planned("llama", {"cp": 2}, "split_kv").decode
@@ -162,6 +165,7 @@ def test_one_message_where_that_is_faster() -> None:
     assert [(row.kind, row.times) for row in rows] == [("all_gather", 2)]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("prompt", "length"), [(5, 8), (6, 12), (9, 12)])
 def test_a_length_is_rounded_up_to_pieces(prompt: int, length: int) -> None:
     """Breaks if a length that does not divide is refused, or a rank has more positions than another."""
@@ -189,6 +193,7 @@ def test_teacher_forced_logits_are_those_of_the_whole_sequence(name: str, strate
     assert max(each.error for each in proof.comparisons) < 1e-9
 
 
+@pytest.mark.moderate
 def test_what_has_no_cache_is_told() -> None:
     """Breaks if a plan for training, or of a model without keys and values, splits nothing and says nothing."""
     batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "labels": torch.zeros(2, 8, dtype=torch.long)}

@@ -116,6 +116,7 @@ def test_no_cut_is_better_by_much(name: str, num_ranks: int) -> None:
     assert brute.slowest_s(cut_of(found)) <= CLOSE * least_s
 
 
+@pytest.mark.moderate
 def test_a_schedule_without_a_number_of_stages_tries_them() -> None:
     """Breaks if a name alone stands for two stages a rank where three wait less, or a number that was asked is lost."""
     program = lowered("vocabulary")
@@ -158,6 +159,7 @@ def test_a_large_vocabulary_gets_a_stage_with_fewer_blocks() -> None:
     assert sum(blocks) == 7 and blocks[1] <= 1
 
 
+@pytest.mark.moderate
 def test_auto_fits_and_is_short() -> None:
     """Breaks if the schedule with the fewest stages is taken however long its step, or one of which a rank runs out of
     memory: the first tier's part of the next.

@@ -149,6 +149,7 @@ def test_errors_say_what_there_is() -> None:
         parse("dp=zero3,tensor")
 
 
+@pytest.mark.moderate
 def test_a_sequence_that_does_not_divide_says_so() -> None:
     """Breaks if `tensor+sequence` falls back to `tensor` without a word."""
     loaded = catalogue.load("llama", tiny=True, device="cpu", batch=(8, 15))
@@ -156,6 +157,7 @@ def test_a_sequence_that_does_not_divide_says_so() -> None:
         autopar.plan(loaded.model, Mesh({"tp": 2}), example_inputs=loaded.batch, strategy="tensor+sequence")
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("strategy", "message"), [
     ("ring", r"the sequence cannot split over cp=4 .* pad the sequence to 20 tokens .*or cut it to 16"),
     ("ulysses", r"the sequence cannot split over cp=4 .* pad the sequence to 20 tokens .*or cut it to 16"),
@@ -167,6 +169,7 @@ def test_a_sequence_that_does_not_divide_says_what_would(strategy: str, message:
         autopar.plan(loaded.model, Mesh({"cp": 4}), example_inputs=loaded.batch, strategy=strategy)
 
 
+@pytest.mark.moderate
 def test_heads_that_do_not_divide_say_what_would() -> None:
     """Breaks if ulysses on more ranks than heads names no way out."""
     loaded = catalogue.load("llama", tiny=True, device="cpu", batch=(1, 32))

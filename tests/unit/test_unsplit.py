@@ -84,6 +84,7 @@ def whole(plan: Plan) -> set[str]:
     }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_a_matrix_without_a_split_stays_whole_and_says_so(mesh: str) -> None:
     """Breaks if one odd matrix has the whole model refused, or others left whole, or nobody is told."""
@@ -127,6 +128,7 @@ def test_as_few_elements_as_can_be_stay_whole() -> None:
     assert whole(planned(Blocks(Row(), Row()), "tp=2")) == {"layers.0.small.weight", "layers.1.small.weight"}
 
 
+@pytest.mark.moderate
 def test_a_batch_that_must_be_gathered_and_a_matrix_that_stays_whole() -> None:
     """Breaks if only one of the two concessions is made."""
 
@@ -140,12 +142,14 @@ def test_a_batch_that_must_be_gathered_and_a_matrix_that_stays_whole() -> None:
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_two_axes_of_one_grid() -> None:
     """Breaks if on a grid of two axes the matrix must be split by the one that could, or the other is not told."""
     plan = planned(Blocks(Block(), Block()), "tp0=2,tp1=2", "tensor2d")
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_heads_that_do_not_divide_leave_other_weights_split() -> None:
     """Breaks if three heads on two ranks, read by nothing but an unfused score, have the model refused."""
 
@@ -197,6 +201,7 @@ def test_explain_asks_for_other_shardings_of_such_a_plan() -> None:
     assert "against tensor on tp: f32[32, 16]" in str(plan.explain("layers.*.up.weight"))
 
 
+@pytest.mark.moderate
 def test_rows_that_do_not_divide_are_told() -> None:
     """Breaks if `auto` leaves a batch whole, since its rows do not divide, without a word; or where they do."""
     notes = {rows: planned(Blocks(Block()), "dp=3", "auto", {"x": torch.arange(8 * rows).reshape(rows, 8) % 32}).notes
@@ -230,6 +235,7 @@ def test_what_is_read_of_classes_splits() -> None:
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_a_head_whose_rows_do_not_divide_is_told() -> None:
     """Breaks if nobody learns why a head is whole, or how many rows would do."""
     plan = scored(31)

@@ -73,6 +73,7 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.01 * extra
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "strategy"),

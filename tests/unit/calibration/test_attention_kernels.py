@@ -46,6 +46,7 @@ def planned(device: Hardware, model: nn.Module | None = None) -> autopar.Plan:
     return autopar.plan(model or Attends(), mesh, example_inputs=(torch.randn(4, 8, 16),), strategy="ddp")
 
 
+@pytest.mark.moderate
 def test_a_program_says_which_kernel_was_faster() -> None:
     """Breaks if a measurement does not reach programs, or what was not measured, or says the contrary, does."""
     assert (hardware().plain_attention, profiles.load("a100-80").plain_attention) == ("cudnn", "")
@@ -58,6 +59,7 @@ def test_a_program_says_which_kernel_was_faster() -> None:
     assert 'ATTENTION = "cudnn"' in planned(profiles.load("h100-sxm")).source  # as measured there
 
 
+@pytest.mark.moderate
 def test_the_program_runs_it_forward_and_backward_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a part of the step asks for the other kernel, or torch's order is another one after it."""
     asked: list[bool] = []
@@ -105,6 +107,7 @@ def test_a_stage_of_a_pipeline_asks_for_it_in_each_of_its_parts() -> None:
     assert not prefers_cudnn()
 
 
+@pytest.mark.moderate
 def test_a_calibration_keeps_both_and_times_the_rest_by_the_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quickly: None
 ) -> None:

@@ -30,6 +30,7 @@ VALUES = st.one_of(
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
+@pytest.mark.moderate
 @given(
     st.dictionaries(
         KEYS, VALUES | st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES, max_size=2), max_size=3)
@@ -71,6 +72,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.moderate
 @pytest.mark.usefixtures("quickly")
 def test_a_calibration_is_a_profile(tmp_path: Path) -> None:
     """Breaks if what calibrate writes does not load, loses a measurement, or hides what it did not measure."""

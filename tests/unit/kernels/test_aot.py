@@ -52,6 +52,7 @@ def test_compiles_for_both_architectures() -> None:
     assert last == "ahead of time: 4 kernels, 0 problems"
 
 
+@pytest.mark.moderate
 def test_bad_arguments() -> None:
     """Breaks if a misspelt kernel counts as "nothing to complain about"."""
     done = aot("--kernel", "no such")

@@ -238,6 +238,7 @@ def test_nothing_is_registered_without_a_device() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.moderate
 def test_tuning_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a candidate does not go with the kernel's arguments, or lengths and features share one choice."""
     tuning, forward = load("attention_tuning"), load("attention_forward")

@@ -37,6 +37,7 @@ def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", mostly_slow(CASES, *list(CASES)[::3]))
 def test_equal_to_float64(name: str) -> None:
     """Breaks if a block that is seen is left out, one that is not is read, or an option enters a gradient wrongly."""
@@ -65,6 +66,7 @@ def test_half_precision(name: str) -> None:
     assert_equal(actual, expected(tensors, case.said(), actual["out"]))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "name", ["full", "causal", "causal, even", "more keys than queries", "four queries a key head"]
 )
@@ -143,6 +145,7 @@ def test_padding_is_not_read() -> None:
     assert_equal(computed(tensors, case.said()), want)
 
 
+@pytest.mark.moderate
 def test_other_documents_are_not_read() -> None:
     """Breaks if blocks of keys, or of queries, that are of other documents are read: there are NaNs."""
     case = Case(B=2, S=128, T=192, documents=((64, 64), (64, 128)))
@@ -195,6 +198,7 @@ def test_nothing_is_seen() -> None:
     assert all(not actual[part][0].any() and actual[part].isfinite().all() for part in ("dq", "dk", "dv"))
 
 
+@pytest.mark.moderate
 def test_blocks_of_keys_merge() -> None:
     """Breaks if the gradients of a block of keys take its own log-sum-exp for that of all."""
     case = Case(S=48, T=48, sinks=False, options={"right": 0, "query_starts": [0, 72]})

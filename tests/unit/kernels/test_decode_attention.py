@@ -185,6 +185,7 @@ def test_what_is_hidden_from_all_is_not_read() -> None:
         assert_equal(computed(tensors, case), want)
 
 
+@pytest.mark.moderate
 def test_keys_that_one_query_alone_sees_are_read() -> None:
     """Breaks if what is hidden from the first query, or from one head's, is left out for all of them."""
     case = replace(TOKEN, S=3, bias=(2, 1, 3, 90), bias_bool=True)
@@ -217,6 +218,7 @@ def test_one_cut_is_merged_with_nothing(name: str, storage: str, monkeypatch: py
     assert_equal(computed(kept, CASES[name], codes=said), wanted(numbers, CASES[name]))
 
 
+@pytest.mark.moderate
 def test_pieces_of_a_cache_merge() -> None:
     """Breaks if the log-sum-exp of a part is not that of its scores: parts of the keys on two ranks merge by it."""
     case = replace(CASES["drafts"], keys=None)

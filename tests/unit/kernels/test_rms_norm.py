@@ -28,6 +28,7 @@ def test_equal_to_float64(
     check(shape, dtype, *form, has_weight)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("columns", mostly_slow([9000, 16500], 9000))
 def test_wide_rows(columns: int) -> None:
     """Breaks if rows that are read in chunks miss one, or dw of wide rows sums the wrong ones."""

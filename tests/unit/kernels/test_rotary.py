@@ -15,6 +15,7 @@ from tests.unit.kernels.interpreted import load as kernels
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 40), st.integers(1, 20).map(lambda n: 2 * n))
 
 
+@pytest.mark.moderate
 @settings(max_examples=30, deadline=None)
 @given(SHAPES, st.sampled_from([torch.float32, torch.float16]), st.booleans(), st.booleans())
 def test_equal_to_float64(shape: tuple[int, ...], dtype: torch.dtype, shared: bool, heads_inside: bool) -> None:

@@ -57,6 +57,7 @@ def plan(model: nn.Module, mesh: dict[str, int], strategy: Any) -> autopar.Plan:
     return autopar.plan(model, autopar.Mesh(mesh, hardware="cpu"), example_inputs=batch, strategy=strategy)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize(("blocks", "again"), [(3, 0), (5, 3), (5, 4)])
 def test_a_block_that_the_model_reaches_into(blocks: int, again: int, strategy: str) -> None:
@@ -68,6 +69,7 @@ def test_a_block_that_the_model_reaches_into(blocks: int, again: int, strategy: 
     found.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("mesh", "strategy"), [({"dp": 4}, "zero3"), ({"pp": 2, "dp": 2}, {"pp": "pipeline"})])
 def test_blocks_in_groups_that_share(mesh: dict[str, int], strategy: Any) -> None:
     """Breaks if blocks that share parameters with some others are run with the parameters of one group."""

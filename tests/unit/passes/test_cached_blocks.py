@@ -34,6 +34,7 @@ def _model(name: str, layers: int) -> nn.Module:
     return made.eval()  # type: ignore[no-any-return]
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(("name", "layers", "repeated"), [("llama", 5, 4), ("gemma2", 8, 6), ("mamba", 4, 3)])
@@ -100,6 +101,7 @@ class _Stack(nn.Module):
         return x, past_key_values
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("kind", "repeated"),
     [(_Block, 3), (_Scaled, 0), (_Picked, 0), (_Counting, 0), (_OfTheFirst, 0), (_OfTheNext, 0)],

@@ -224,6 +224,7 @@ def test_what_is_something_else_stays_right(way: Way, operators: int) -> None:
     assert _agrees(way).count("autopar.experts(") == operators
 
 
+@pytest.mark.moderate
 def test_wide_sums_stay_wide() -> None:
     """Breaks if rows that are added up in float32 are added in the experts' own narrower dtype."""
 

@@ -94,6 +94,7 @@ RIGHT: Mapping[str, Loop] = {
 }  # fmt: skip
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_program_does_what_the_loop_does(name: str) -> None:
@@ -117,6 +118,7 @@ def test_the_program_does_what_the_loop_does(name: str) -> None:
             torch.testing.assert_close(gradients[parameter], expected) if parameter in gradients else None
 
 
+@pytest.mark.moderate
 def test_as_many_tokens_as_choices() -> None:
     """Breaks if places of a mask that lie in another order than a tensor's dims are taken as they are, where both have
     one size: a token would be weighed by another one's weight.
@@ -187,6 +189,7 @@ def _twice_in_a_row(model: Mixture, x: Tensor, weights: Tensor, indices: Tensor)
     return out
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "said"),

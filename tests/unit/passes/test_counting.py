@@ -40,6 +40,7 @@ def planned(by: str, ids: Tensor, strategy: Any = "ddp", mesh: str = "dp=2", is_
     return autopar.plan(model, autopar.Mesh.parse(mesh), example_inputs={"ids": ids}, strategy=strategy)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("by", ["topk", "argmax", "sort"])
 def test_places_along_a_dim_are_counted(by: str, is_weighted: bool) -> None:
@@ -48,12 +49,14 @@ def test_places_along_a_dim_are_counted(by: str, is_weighted: bool) -> None:
     assert plan.verify().ok and not plan.interface.granted
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "zero3"), ("dp=2,tp=2", "auto")])
 def test_counts_under_other_strategies(mesh: str, strategy: str) -> None:
     """Breaks as above, where parameters are split."""
     assert planned("topk", torch.randint(0, 17, (8, 5)), strategy, mesh).verify().ok
 
 
+@pytest.mark.moderate
 def test_that_other_numbers_lie_below_is_taken_for_granted() -> None:
     """Breaks if a batch with larger numbers, of which eager makes more counts, gives other numbers without a sign."""
     torch.manual_seed(0)

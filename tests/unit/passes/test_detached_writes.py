@@ -37,6 +37,7 @@ class Positions(nn.Module):
         return (read[:, : places.shape[1]] + places).square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", ["made", "without gradient", "read before"])
 def test_what_is_written_keeps_its_gradient(how: str) -> None:
     """Breaks if making a graph functional detaches what is written into what was detached."""

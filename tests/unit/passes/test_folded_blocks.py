@@ -34,6 +34,7 @@ DEEP = {
 """Models, their depths, and how many blocks are left out of the captured graph."""
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", mostly_slow(DEEP, "gpt2"))
 def test_long_rows_are_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ def _turned(net: Net, y: Tensor) -> Tensor:
     return (y * 2).mean((2, 3))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "how",
     [_counted, _viewed_before, _viewed_after, _idle_dropout, _turned, _in_parts, _part_is_read_on,

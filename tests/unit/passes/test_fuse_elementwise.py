@@ -153,6 +153,7 @@ def test_called_norms(affine: bool, eps: float | None) -> None:
     assert "ops.rms_norm_backward(" in plan.source and plan.verify().ok
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("turn", [by_slices, by_chunks])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_rotary(turn: Callable[[Tensor], Tensor], rows: int) -> None:

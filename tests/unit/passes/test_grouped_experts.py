@@ -39,6 +39,7 @@ class Biased(Sequential):
         return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).amax(1).view_as(x)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", [Sequential, Biased])
 def test_experts_of_slices_are_one_operator(kind: type[nn.Module]) -> None:
     """Breaks if all experts work on all rows, or a row is multiplied by another expert's matrix."""
@@ -91,6 +92,7 @@ class Few(Sequential):
         return out
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", [ByPlace, Few])
 def test_others_are_what_they_are(kind: type[nn.Module]) -> None:
     """Breaks if experts are read that have other matrices, or that some tokens have not."""

@@ -113,6 +113,7 @@ def strings_of(source: str) -> str:
     return "\0\0".join(text for text in found if isinstance(text, str))
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", [NAMES[2], NAMES[3], NAMES[4]], ids=["quote", "brace", "docstring"])
@@ -129,6 +130,7 @@ def test_programs_with_hostile_names(name: str, kind: str) -> None:
     assert not MARK.exists()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", [f'a"), {RUNS}, getattr(self, "b', "a\nb", "a\\b"])
 def test_names_that_torch_would_run(name: str) -> None:
     """Breaks if a model is traced through a program that torch writes with the names as they are, and runs."""
@@ -141,6 +143,7 @@ def test_names_that_torch_would_run(name: str) -> None:
     assert not MARK.exists()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", ["zero3", "pipeline"])
 def test_what_is_shown_of_hostile_names(kind: str, tmp_path: Path) -> None:
     """Breaks if a name ends a script, a label of a picture or a text of a trace, or if a plan's file changes it."""
@@ -200,6 +203,7 @@ class Cased(nn.Module):
         return x.sum()
 
 
+@pytest.mark.moderate
 def test_tables_of_one_name() -> None:
     """Breaks if tables of two regions have one name, so that the last serves both, or one is taken for the stages'."""
     model: Any = Cased()
@@ -210,6 +214,7 @@ def test_tables_of_one_name() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_a_title_stays_in_its_docstring() -> None:
     """Breaks if the name of a model's class ends the docstring on top of the program."""
     plan = plan_of(NAMES[0], "zero3")

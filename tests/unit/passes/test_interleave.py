@@ -120,6 +120,7 @@ MODELS = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["expert", "zero3+expert"])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_the_same(name: str, strategy: str, always: None) -> None:
@@ -130,6 +131,7 @@ def test_numbers_are_the_same(name: str, strategy: str, always: None) -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [({"dp": "expert", "tp": "tensor"}, "dp=2,tp=2"), ({"dp": "zero2", "ep": "expert"}, "dp=2,ep=2")],
@@ -156,6 +158,7 @@ def test_halves_of_a_backward(schedule: str, always: None) -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.moderate
 def test_recomputed_exchanges(always: None) -> None:
     """Breaks if what the backward computes again of an exchange, and its gradient, get each other's tokens."""
     torch.manual_seed(0)
@@ -212,6 +215,7 @@ def program_of(plan: Plan) -> Program:
     return plan.program
 
 
+@pytest.mark.moderate
 def test_seconds_that_are_hidden() -> None:
     """Breaks if the plan's time knows nothing of what runs beside an exchange, or more is hidden than computes there,
     or than travels.
@@ -257,6 +261,7 @@ def test_what_travels_is_all_there() -> None:
             assert sum(each.end_s - each.start_s for each in found) == pytest.approx(sum(row.seconds for row in rows))
 
 
+@pytest.mark.moderate
 def test_memory_that_does_not_fit(always: None) -> None:
     """Breaks if what is on its way is left out of a step's peak, or a plan that fits without it is refused; if a saved
     plan is another one.

@@ -151,6 +151,7 @@ def test_any_models_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
     assert apart.bytes_by_axis() == plan.bytes_by_axis()
 
 
+@pytest.mark.moderate
 def test_sums_that_are_large_enough_to_be_freed() -> None:
     """Breaks if a message of several results is taken for a variable that could be deleted after its last use."""
     loaded = catalogue.load("llama", tiny=True, batch=(64, 1024))

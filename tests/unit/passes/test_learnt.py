@@ -127,6 +127,7 @@ def test_what_was_too_little_is_found_out(program: Program) -> None:
     assert put(program, strategy, learnt).placed == put(program, strategy, None).placed
 
 
+@pytest.mark.moderate
 def test_what_splits_the_sequence_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if each strategy of its kind is let off one thing after the other before it is refused."""
     program, learnt, built = annotated(Blocks(pixels=True)), Learnt(), []
@@ -154,6 +155,7 @@ def test_a_sequence_that_splits_is_had_though_others_were_refused(program: Progr
     assert found.placed == put(program, strategy, None).placed
 
 
+@pytest.mark.moderate
 def test_other_prices_are_searched_from_what_was_chosen(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a search that takes all its time begins anew for other prices, if it begins from what another problem
     chose, or if one that closed the gap is ended early by what it is given.

@@ -55,6 +55,7 @@ def step_by_step(
     return seconds, {(step.kind, step.axis) for step in steps}
 
 
+@pytest.mark.moderate
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(tables())
 def test_the_table_is_the_sum_over_the_steps(
@@ -68,6 +69,7 @@ def test_the_table_is_the_sum_over_the_steps(
         assert found[i, j] == pytest.approx(wanted, rel=1e-9), (sources[i], targets[j])
 
 
+@pytest.mark.moderate
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(tables(), st.sets(st.sampled_from(sorted(ANY_COLLECTIVE))))
 def test_what_an_axis_may_not_use_costs_infinity(

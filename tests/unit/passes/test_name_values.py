@@ -69,6 +69,7 @@ def program() -> Program:
     return named(Model(), x=torch.randn(6, 4), weight=torch.randn(8))
 
 
+@pytest.mark.moderate
 def test_inputs_of_a_block_are_the_parameters_of_its_forward() -> None:
     """Breaks if a block's inputs are called as its caller calls them, where its forward has a word for them."""
     assert [port.name for port in program().region("block").inputs] == ["hidden", "cos", "sin", "scale"]
@@ -191,6 +192,7 @@ def test_a_result_gives_its_word_to_no_other_gradient() -> None:
     assert [node.name for node in region.graph.nodes if node.op == "placeholder"][-1] == "grad_hidden"
 
 
+@pytest.mark.moderate
 def test_renaming_changes_names_alone() -> None:
     """Breaks if a region says one thing and its graph another: ports, phases, origins, or what is computed."""
     before = differentiate(outline(capture(model := Model().double(), batch := doubles())))

@@ -127,6 +127,7 @@ def test_the_lowered_program_computes_what_the_model_computes(name: str, strateg
     assert_equal(simulated(case), case, case.programs["overlap"])
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("name", CASES)
 def test_rematerialized_blocks_compute_the_same(name: str, mode: str) -> None:
@@ -172,6 +173,7 @@ def test_tied_parameters_are_one_variable() -> None:
     assert_equal(simulated(case), case, case.programs["overlap"])
 
 
+@pytest.mark.moderate
 def test_inference_has_no_backward() -> None:
     """Breaks if a forward-only program traces a backward, saves activations, or gives other outputs."""
     from autopar.passes.annotate import annotate

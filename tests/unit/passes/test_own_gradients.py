@@ -99,6 +99,7 @@ def planned(model: nn.Module, mesh: str, strategy: Any, **options: Any) -> Plan:
     return autopar.plan(model, hardware, example_inputs=batch, strategy=strategy, **options)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [("dp=2", "zero3"), ("dp=2,tp=2", {"dp": "ddp", "tp": "tensor"}), ("dp=2,tp=2", "auto"), ("pp=2", "pipeline")],

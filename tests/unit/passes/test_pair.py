@@ -39,6 +39,7 @@ pytestmark = pytest.mark.unit
 HALVES: dict[str, Any] = {"microbatches": 2, "halves": True}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("kind", "strategy", "mesh"),
     [
@@ -56,6 +57,7 @@ def test_numbers_are_the_same(kind: str, strategy: Any, mesh: str) -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("model", [Alone, Qwen])
 def test_of_four_microbatches(model: Any) -> None:
     """Breaks if gradients of two pairs are not added up, or a pair gets other rows."""
@@ -67,6 +69,7 @@ def test_of_four_microbatches(model: Any) -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.moderate
 def test_recomputed() -> None:
     """Breaks if what the backward computes again of one microbatch is taken for the other's."""
     plan = of_model(model_of("deepseek", num_hidden_layers=3), "expert", "dp=2", rows=8, rematerialize="full", **HALVES)
@@ -106,6 +109,7 @@ def test_a_microbatch_without_weight() -> None:
         torch.testing.assert_close(found.gradients[name], parameter.grad)
 
 
+@pytest.mark.moderate
 def test_a_saved_plan() -> None:
     """Breaks if a plan forgets that microbatches go together, or what is written from it afresh is another program."""
     plan = two()
@@ -141,6 +145,7 @@ def test_a_step_that_trains_at_once() -> None:
         torch.testing.assert_close(gradients["last.weight"], wanted.gradients["last.weight"])
 
 
+@pytest.mark.moderate
 def test_another_batch() -> None:
     """Breaks if a batch of other sizes, for which decisions stay, runs its microbatches one after the other."""
     torch.manual_seed(0)
@@ -184,6 +189,7 @@ def test_a_forward_alone_has_no_microbatches() -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.moderate
 def test_what_all_tokens_make_together() -> None:
     """Breaks if an auxiliary loss, a product of averages over all tokens, is taken for that of each microbatch."""
     model = model_of("qwen3", output_router_logits=True, router_aux_loss_coef=0.1)
@@ -191,6 +197,7 @@ def test_what_all_tokens_make_together() -> None:
         of_model(model, "expert", "dp=2", rows=8, **HALVES)
 
 
+@pytest.mark.moderate
 def test_dropout_is_left_as_it_is() -> None:
     """Breaks if two microbatches draw the same numbers."""
     model = model_of("qwen3", attention_dropout=0.1)
@@ -216,6 +223,7 @@ def layers(**options: Any) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.moderate
 def test_where_it_is_faster() -> None:
     """Breaks if what the other microbatch hides is not in the step, or two go together where that is slower."""
     plan, in_turn = layers(), layers(halves=False)
@@ -230,6 +238,7 @@ def test_where_it_is_faster() -> None:
     )
 
 
+@pytest.mark.moderate
 def test_where_it_does_not_fit() -> None:
     """Breaks if what both microbatches keep is left out of the memory limit."""
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ from tests.unit.passes.sorted_experts import WIDTH, Net, compare, tokens_of
 ROWS = 10
 
 
+@pytest.mark.moderate
 def test_experts_that_multiply_slices_of_sortedtokens_of() -> None:
     """Breaks if how many tokens an expert got in the example stays in the program, or one that got none counts."""
     torch.manual_seed(0)

@@ -168,6 +168,7 @@ class Dropping(Blocks):
             layer.linear = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
 
 
+@pytest.mark.moderate
 def test_calls_outside_of_loops_draw_apart() -> None:
     """Breaks if blocks that are no loop draw as the first call does."""
     plan = plan_of(Dropping(), {"dp": 2}, "ddp")
@@ -209,6 +210,7 @@ class Carried(nn.Module):
         return {"loss": x.square().mean(), "carried": carried}
 
 
+@pytest.mark.moderate
 def test_a_value_that_no_gradient_reaches() -> None:
     """Breaks if a value that only leaves the model comes back with a gradient, as other blocks' do."""
     plan = plan_of(Carried(), {"dp": 2}, "ddp")
@@ -224,6 +226,7 @@ class Outputs(Blocks):
         return {"middle": middle, "last": self.layers[3](self.layers[2](middle))}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 def test_an_output_that_is_sent_on(schedule: str) -> None:
     """Breaks if of a value that the next stage reads and the caller gets, only one gradient counts."""

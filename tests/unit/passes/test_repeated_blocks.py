@@ -20,6 +20,7 @@ REPEATS = {
 }  # fmt: skip
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", mostly_slow(REPEATS, "gpt2", "bert-base"))
 def test_shipped_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def _chains(draw: st.DrawFn) -> tuple[list[int], list[Step]]:
     return shape, steps
 
 
+@pytest.mark.moderate
 @settings(max_examples=150, deadline=None)
 @given(_chains())
 def test_any_chain_of_views_says_the_same(drawn: tuple[list[int], list[Step]]) -> None:
@@ -103,6 +104,7 @@ class Attends(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.moderate
 def test_attention_of_torch_is_split_beside_the_batch() -> None:
     """Breaks if one axis can split the batch, or another the heads, but not both."""
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def planned(mesh: str, asked: str, window: int | None = None, rematerialize: str
     )  # fmt: skip
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("mesh", "asked", "window"), mostly_slow([
     ("cp=2", "ring", None),
     ("cp=4", "ring", 9),

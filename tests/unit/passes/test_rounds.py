@@ -75,6 +75,7 @@ def calls(found: autopar.Plan) -> Counter[str]:
     return Counter(call.region for call in found.program.calls)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -91,12 +92,14 @@ def test_the_rounds_of_a_loop_are_calls_of_one_region(mesh: dict[str, int], stra
     assert found.verify().ok
 
 
+@pytest.mark.moderate
 def test_inference_calls_the_same_region() -> None:
     found = plan(Decoder().eval(), {"dp": 2, "tp": 2}, {"dp": "ddp", "tp": "tensor"}, inference=True)
     assert calls(found)["loop"] == STEPS - 1
     assert found.verify().ok
 
 
+@pytest.mark.moderate
 def test_a_loop_that_updates_a_buffer() -> None:
     """Statistics go from round to round; how many rounds there were is counted after the last."""
     found = plan(Counting(), {"dp": 2}, "ddp")
@@ -104,6 +107,7 @@ def test_a_loop_that_updates_a_buffer() -> None:
     assert found.verify().ok
 
 
+@pytest.mark.moderate
 def test_a_longer_loop_makes_a_problem_little_larger() -> None:
     sizes = []
     for steps in (STEPS, 2 * STEPS):
@@ -113,10 +117,12 @@ def test_a_longer_loop_makes_a_problem_little_larger() -> None:
     assert sizes[1] - sizes[0] < 15 * STEPS, sizes  # of a round, some 60; what is left tells whether the loop ends
 
 
+@pytest.mark.moderate
 def test_a_short_loop_stays_whole() -> None:
     assert max(calls(plan(Decoder(6), {"dp": 2}, "ddp", 6)).values()) == 1
 
 
+@pytest.mark.moderate
 def test_a_loop_whose_rounds_differ_stays_whole() -> None:
     found = plan(Growing(), {"dp": 2}, "ddp")
     assert len(calls(found)) == 1

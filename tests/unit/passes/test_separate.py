@@ -102,6 +102,7 @@ def results(program: Program) -> dict[str, list[str]]:
     return {r.name: [str(port.type) for port in r.outputs] for r in program.regions if not r.module}
 
 
+@pytest.mark.moderate
 def test_values_leave_their_regions() -> None:
     """Breaks if a value stays where a stage cannot make it again, work is done twice, or a value with a parameter, a
     changed buffer or a gradient goes along.
@@ -126,6 +127,7 @@ def test_values_leave_their_regions() -> None:
     assert [port.name for port in after.region("prologue").inputs] == ["ids", "cos"]  # places are made again
 
 
+@pytest.mark.moderate
 def test_inference_separates_the_same() -> None:
     """Breaks if, where nothing is trained, parameters count for nothing and whole models become repeatable."""
     training, _ = everything()
@@ -135,6 +137,7 @@ def test_inference_separates_the_same() -> None:
     assert_same(inference, after, tensors)
 
 
+@pytest.mark.moderate
 def test_a_program_without_such_values_is_left_alone() -> None:
     """Breaks if a program changes that has nothing to separate, or one that was separated already."""
     program, _ = outlined(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {"input": torch.ones(2, 4)})

@@ -77,6 +77,7 @@ def test_any_cut_computes_the_same(case: tuple[str, str, str], data: st.DataObje
     piped.worst(run_stages(piped)[0])
 
 
+@pytest.mark.moderate
 def test_dropout_does_not_see_the_cut() -> None:
     """Breaks if a block's seed is counted from its stage's first call."""
     whole = uncut("gpt2", "dp=2", "zero2", dropout=0.3)

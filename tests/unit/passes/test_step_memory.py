@@ -62,6 +62,7 @@ def test_gathered_and_reduced_tensors_count_while_they_travel() -> None:
     assert plan.cost.memory.peak == pytest.approx(stored + 3 * LAYERS * weight + LAYERS * weight / 2, rel=0.01)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor"])
 def test_a_plan_keeps_to_its_limit(strategy: str) -> None:
     """Breaks if a plan is given that takes more than was allowed, whatever the placement thought of it."""

@@ -75,6 +75,7 @@ class Median(nn.Module):
         return (y - y.quantile(share, dim=1, keepdim=True).mean(0)).square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("made", [False, True])
 def test_quantiles_are_traced(made: bool) -> None:
     """Breaks if torch's look at shares, whether they lie between 0 and 1, is traced (torch 2.11 asks of a tensor)."""
@@ -114,6 +115,7 @@ LAYERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_split_by_rows(name: str) -> None:
     """Breaks if what the layer draws, or the statistics that it moves, differ from eager."""

@@ -100,6 +100,7 @@ def said(model: nn.Module, batch: dict[str, Tensor]) -> str:
     return "\n".join(map(str, (program, *program.variables, *program.calls)))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("shared", [False, True])
 def test_another_thread_runs_models(shared: bool) -> None:
     """Breaks if tracing patches a class for all threads, or takes their calls of modules for its model's."""
@@ -123,6 +124,7 @@ def test_another_thread_runs_models(shared: bool) -> None:
     check_classes()
 
 
+@pytest.mark.moderate
 def test_another_thread_asks_for_the_configuration() -> None:
     """Breaks if the user's own configuration is changed while a copy of the model is traced."""
     loaded = catalogue.load("llama", tiny=True, device="cpu", overrides={"num_hidden_layers": 4})
@@ -134,6 +136,7 @@ def test_another_thread_asks_for_the_configuration() -> None:
     assert seen == {True}
 
 
+@pytest.mark.moderate
 def test_two_threads_plan() -> None:
     """Breaks if two traces overlap: each is as alone, and torch's own changes of `nn.Module` are taken back."""
     before = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}

@@ -52,6 +52,7 @@ class Chunked(nn.Module):
         return a
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", ["rows", "masked", "product", "whole rows"])
 def test_a_substitution_is_one_solve(how: str) -> None:
     """Breaks if a loop over rows is not seen, so that a program has eight operators a row, or is another function."""
@@ -65,6 +66,7 @@ def test_a_substitution_is_one_solve(how: str) -> None:
 OTHERS = ["masked above", "diagonal", "difference", "first power", "across the batch", "a row less"]
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", OTHERS)
 def test_what_is_no_solve_stays(how: str) -> None:

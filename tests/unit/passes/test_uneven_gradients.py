@@ -26,6 +26,7 @@ class Classes(nn.Module):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.moderate
 def test_a_gradient_that_is_gathered_before_it_is_cut() -> None:
     """Breaks if pieces of one axis are padded for another's before they are one tensor: the gradient of a bias whose
     product is split over `tp` and which is stored over `dp` was wrong, and nothing said so.

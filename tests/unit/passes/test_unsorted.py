@@ -85,6 +85,7 @@ class BySearching(Layer):
         return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).sum(1)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", [Sequential, Layer, ByMasks, BySort, ByAdding, BySearching])
 def test_rows_stay_where_they_are(kind: type[nn.Module]) -> None:
     """Breaks if a row is another expert's, or goes back to another token's place, in the example's batch or others."""
@@ -176,6 +177,7 @@ class FirstValue(Layer):
         return back * (1 + values[0]) + ends[1]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "kind", [FirstValue, Summed, Placed, Triangular, Causal, OtherEnds, Descending, Elsewhere, NeverBack]
 )

@@ -83,6 +83,7 @@ class Guarded(nn.Module):
         return self.linear(x).square().mean()
 
 
+@pytest.mark.moderate
 def test_a_loop_that_may_end_early_runs_to_its_end() -> None:
     """Breaks if it is refused, or nobody is told what is taken for granted."""
     plan = planned(Decoder(99), x=torch.randn(8, 8))
@@ -104,6 +105,7 @@ def test_where_a_loop_does_end_early_outputs_are_nan() -> None:
     assert ran(model, batch, batch).isnan().all()
 
 
+@pytest.mark.moderate
 def test_a_mask_that_the_pixels_fill_takes_everything() -> None:
     """Breaks if a batch whose images are all real is refused, or one with an empty image computes something else."""
     torch.manual_seed(0)
@@ -150,6 +152,7 @@ class Padded(nn.Module):
         return self.linear(x.masked_fill(padding[..., None], 0.0)).square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("length", [4, 16])
 def test_whether_a_mask_marks_anything_is_taken_as_it_is(length: int) -> None:
     """Breaks if such a test is refused, of rows with few tokens, too, or a batch for which it is not so goes on."""
@@ -214,6 +217,7 @@ class Albums(nn.Module):
         return torch.stack([row.square().mean() * (i + 1) for i, row in enumerate(rows)])
 
 
+@pytest.mark.moderate
 def test_numbers_that_are_asked_for_are_those_of_the_example() -> None:
     """Breaks if `tolist` of what pixels say is refused, or taken for other pixels without a sign."""
     torch.manual_seed(0)
@@ -275,6 +279,7 @@ class Indicators(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", ["method", "function"])
 def test_what_is_written_where_a_mask_is_set_is_written_without_a_test(how: str) -> None:
     """Breaks if such a branch is refused, guarded, or left out where the mask is set."""
@@ -360,6 +365,7 @@ class Positions(nn.Module):
         return (self.embed(tokens) * self.places(position_ids).prod(0)).square().mean()
 
 
+@pytest.mark.moderate
 def test_what_a_forward_makes_of_tokens_may_be_handed_in() -> None:
     """Breaks if the way out is not told, or an input whose first dim is not the batch cannot be split over one."""
     model, tokens = Positions(), torch.randint(16, (4, 12))
@@ -407,6 +413,7 @@ class Density(nn.Module):
         return -mixture.log_prob(y).mean() + parts.rsample().square().mean()
 
 
+@pytest.mark.moderate
 def test_checks_of_distributions() -> None:
     """Breaks if a check inside torch.distributions is refused, or is told without the model's own line."""
     plan = planned(Density(), x=torch.randn(8, 8), y=torch.randn(8))

@@ -26,6 +26,7 @@ class Holds(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.moderate
 def test_a_stack_of_torch_takes_a_mask_that_is_a_buffer() -> None:
     """Breaks if torch's question whether a mask is the causal one is refused."""
     torch.manual_seed(0)
@@ -47,6 +48,7 @@ class Scaled(nn.Module):
         return (self.linear(x) if (scale == 1).all() else self.linear(x * scale)).square().mean()
 
 
+@pytest.mark.moderate
 def test_a_buffer_decides_and_where_it_says_something_else_outputs_are_nan() -> None:
     """Breaks if a branch on a buffer is refused, or goes on as it was when the buffer says something else."""
     batch = {"x": torch.randn(8, 8)}

@@ -28,6 +28,7 @@ def arrangements(num_ranks: int) -> st.SearchStrategy[Sequence[int]]:
     return st.one_of(looped, st.just(there_and_back(num_ranks)))
 
 
+@pytest.mark.moderate
 @given(st.data(), st.integers(1, 5), st.integers(1, 12), st.floats(1.0, 4.0), st.sampled_from([None, Link(3.0, 0.1)]))
 @settings(max_examples=80, deadline=None)
 def test_whatever_the_costs_it_runs_to_its_end_within_memory(

@@ -75,6 +75,7 @@ def qwen(strategy: Any, **options: Any) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.moderate
 def test_auto_sees_what_exchanges_hide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if the objective knows nothing of what runs beside an exchange: then `auto` has to take a name's word for
     it, and what else it would do better it does not find. If a saved plan forgets how it was priced.

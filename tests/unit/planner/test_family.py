@@ -89,6 +89,7 @@ def _text(family: Family, model: nn.Module, batch: Mapping[str, Any]) -> tuple[s
     return plan.source, plan.interface
 
 
+@pytest.mark.moderate
 def test_what_a_model_does_for_some_sizes_is_done_for_these() -> None:
     """Breaks if a program is read off for a size at which the model branches: what it says would be wrong, and fit."""
     model = Branching()
@@ -118,6 +119,7 @@ class Marking(nn.Module):
         return y.masked_fill(x < 0, math.nan).nan_to_num(0.0, math.inf, -math.inf).sum()
 
 
+@pytest.mark.moderate
 def test_constants_that_are_no_numbers_stay() -> None:
     """Breaks if NaN, which equals nothing, is taken for a number that changes with the sizes."""
     model = Marking()

@@ -57,6 +57,7 @@ def _head(plan: autopar.Plan) -> bool:
     return isinstance(entry.sharding[0], Shard)
 
 
+@pytest.mark.moderate
 def test_rows_are_added_for_a_cross_entropy() -> None:
     """Breaks if the last layer stays whole, or a row that was added has a part in the loss."""
     plan = _plan(WORDS, _cross_entropy)
@@ -64,6 +65,7 @@ def test_rows_are_added_for_a_cross_entropy() -> None:
     assert "head.weight 101 to 102" in " ".join(plan.notes)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("loss", [_smoothed, _with_penalty, _entropy])
 def test_other_losses_have_the_last_layer_whole(loss: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> None:
     """Breaks if rows are added that would be in a loss, or if the whole last layer has no price, or is not told."""

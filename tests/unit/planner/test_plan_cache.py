@@ -31,6 +31,7 @@ def test_a_plan_is_found_again(mesh: str, strategy: str, monkeypatch: pytest.Mon
     assert second.source == first.source
 
 
+@pytest.mark.moderate
 def test_entries_of_others_and_damaged_ones_are_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,6 +86,7 @@ def test_what_lies_in_many_ways_beside_what_lies_in_two() -> None:
     assert {Typed((8, 8, 6, 4), BATCH), Typed((8, 8, 6, 4), summed)} <= bare(typing.axes.of(made))
 
 
+@pytest.mark.moderate
 def test_zeros_on_four_axes_lie_in_all_their_ways() -> None:
     """Breaks if ways that make pieces of other sizes use up the room: the first axis then splits nothing."""
     typing = typing_on("dp,ep,cp,tp")

@@ -74,6 +74,7 @@ def test_edits_that_lie_well_and_mean_something_else(
     assert said in str(found.value) and "AUTOPAR_CHECK=types" in str(found.value)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("pattern", "replacement", "line"),
     [
@@ -92,6 +93,7 @@ def test_what_is_added_up_over_microbatches(pattern: str, replacement: str, line
         check_types(text, plan.interface)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", CELLS)
 def test_a_plan_s_file_keeps_what_is_meant(name: str, tmp_path: Path) -> None:
     """Breaks when a program is checked against less after its plan was saved, or old plans are not read."""
@@ -165,6 +167,7 @@ def test_what_another_program_asked_of_such_operands() -> None:
     test_what_was_planned_is_enough("t5")
 
 
+@pytest.mark.moderate
 def test_rows_of_which_only_later_is_seen_whose_they_are() -> None:
     """Breaks when positions that may be those of either axis are taken for the first one's: they turn out to be the
     other's, and all is asked a second time.
@@ -186,6 +189,7 @@ def test_what_is_something_else_than_was_planned(monkeypatch: pytest.MonkeyPatch
     check_types(plan.source + "\n# read again\n", plan.interface)
 
 
+@pytest.mark.moderate
 def test_whole_tensors_and_an_offset() -> None:
     """Breaks when an operator on whole tensors counts as a whole one, though each rank is told another place."""
     loaded = catalogue.load("gpt2", tiny=True, device="cpu")

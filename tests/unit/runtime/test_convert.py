@@ -265,6 +265,7 @@ convert(Path({str(tmp_path / "first")!r}), Path({str(tmp_path / "second")!r}))
     assert found["large"].shape == (1 << 9, 1 << 17) and all(bool((each == 1).all()) for each in found.values())
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_a_compiled_mixture_reads_experts_one_by_one(name: str, tmp_path: Path) -> None:
     """Breaks if compiled.load_pretrained does not read a mixture as transformers stores it, or reads other experts."""

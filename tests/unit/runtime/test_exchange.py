@@ -302,6 +302,7 @@ def rows_between(indices: Tensor, num: int) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("chosen", [1, 2])
 def test_adversaries_send_and_hold_what_was_planned(
     chosen: int, monkeypatch: pytest.MonkeyPatch, count: int = 50

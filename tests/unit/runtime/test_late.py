@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from autopar.runtime.trail import Trail
@@ -119,6 +120,7 @@ def test_all_that_save_for_ever_are_told() -> None:
     assert dogs[1].found[0].text.startswith("ranks 0, 1 save for 0.1")
 
 
+@pytest.mark.moderate
 def test_the_line_of_the_generated_program() -> None:
     """Breaks if a hang within the program is told at a line of ours, or at one of the loop around it."""
     namespace: dict[str, Any] = {"__name__": "autopar_program", "wait": threading.Event().wait, "at": SimpleNamespace()}

@@ -64,6 +64,7 @@ def test_other_assertions_are_the_programs_own(monkeypatch: pytest.MonkeyPatch) 
         compiled(monkeypatch, fail)(RecordingComm(("dp",), (1,), 0, "cpu"), {"w": torch.ones(3)}, torch.ones(3))
 
 
+@pytest.mark.moderate
 def test_a_region_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if Dynamo ends a graph at one of our operators: it then traces what implements it, for each launch anew.
 

@@ -31,6 +31,7 @@ from tests.unit.runtime.saved_run import Net, Run
 from tests.unit.runtime.saved_run import one_rank as one_rank
 
 
+@pytest.mark.moderate
 def test_a_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Breaks if anything that a step depends on is not in the checkpoint: states, rates, random numbers, buffers."""
     run = Run()
@@ -76,6 +77,7 @@ def test_the_plan_lies_beside_and_is_not_needed(tmp_path: Path, caplog: pytest.L
     assert run.load(tmp_path).step == 1 and len(offline.check(at, offline.read(at))) == 1
 
 
+@pytest.mark.moderate
 def test_a_model_on_meta_and_one_without_a_plan(tmp_path: Path) -> None:
     """Breaks if weights need values before they are loaded, or are lost where the first batch places them."""
     run = Run()
@@ -141,6 +143,7 @@ def test_what_a_killed_job_left_is_no_step(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".new*"))
 
 
+@pytest.mark.moderate
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if one job removes another's steps."""
     monkeypatch.setattr(folders, "PATIENCE_S", 0.2)
@@ -155,6 +158,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.save(tmp_path, 1).exists()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_loader_goes_on_behind_what_was_taken(seeded: bool, tmp_path: Path) -> None:
     """Breaks if a run that goes on sees samples twice or never, in this round or the next, or draws other numbers."""
@@ -276,6 +280,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("change", MANIFESTS)
 def test_manifests_that_do_not_fit(change: str, saved: Path, tmp_path: Path) -> None:
     """Breaks if a manifest that somebody changed is followed: other files, tensors in part, twice or of other kinds."""
@@ -285,6 +290,7 @@ def test_manifests_that_do_not_fit(change: str, saved: Path, tmp_path: Path) -> 
     assert re.search(MANIFESTS[change][1], message), message
 
 
+@pytest.mark.moderate
 def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:
     """Breaks if a byte of weights, states, headers or the manifest is not looked at."""
     run, draw = Run(), random.Random(0)
@@ -301,6 +307,7 @@ def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
+@pytest.mark.moderate
 def test_files_that_are_gone_short_long_or_exchanged(saved: Path, tmp_path: Path) -> None:
     """Breaks if a file of another length, another's content, or a pipe is read."""
     folder = shutil.copytree(saved, tmp_path / "copy")
@@ -325,6 +332,7 @@ def test_files_that_are_gone_short_long_or_exchanged(saved: Path, tmp_path: Path
     assert "there is no checkpoint to load" in refused(folder)
 
 
+@pytest.mark.moderate
 def test_the_command_line(saved: Path, tmp_path: Path) -> None:
     """Breaks if a command tells other things than are there, or weights are converted to others."""
     said = output("checkpoint", "inspect", saved.parent, "--tensors")
@@ -363,6 +371,7 @@ def test_verify_names_all_that_is_damaged(saved: Path, tmp_path: Path) -> None:
     assert "there is no checkpoint" in output("checkpoint", "verify", tmp_path / "none", code=1)
 
 
+@pytest.mark.moderate
 def test_shards_of_weights_have_an_index(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if weights of several files are not found, or in none of them."""
     monkeypatch.setattr(convert, "SHARD_BYTES", 100)
@@ -375,6 +384,7 @@ def test_shards_of_weights_have_an_index(saved: Path, tmp_path: Path, monkeypatc
     assert torch.equal(model.first.weight.full_tensor(), other.first.weight.full_tensor())
 
 
+@pytest.mark.moderate
 def test_prune(tmp_path: Path) -> None:
     """Breaks if the command removes other steps than the oldest."""
     job = Run()
@@ -384,6 +394,7 @@ def test_prune(tmp_path: Path) -> None:
     assert [each.step for each in folders.steps_in(tmp_path)] == [3]
 
 
+@pytest.mark.moderate
 def test_what_is_not_this_run(saved: Path) -> None:
     """Breaks if another optimizer takes the states, or one that lacks parameters is loaded in part."""
     run = Run()

@@ -29,6 +29,7 @@ def bits(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_folder_belongs_to_one_run(wait: bool, tmp_path: Path) -> None:
     """Breaks if of two models that save into one folder each removes the other's steps, or goes on from them."""
@@ -44,6 +45,7 @@ def test_a_folder_belongs_to_one_run(wait: bool, tmp_path: Path) -> None:
         one.save(tmp_path, 7, wait=wait)
 
 
+@pytest.mark.moderate
 def test_a_run_that_begins_anew_has_a_folder_of_its_own(tmp_path: Path) -> None:
     """Breaks if a job that does not go on from what is there prunes it, or one that does is refused."""
     Run().save(tmp_path / "run", 900)
@@ -144,6 +146,7 @@ def test_a_rename_that_is_done_and_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert 2 in steps(tmp_path) and run.load(tmp_path).step == 2
 
 
+@pytest.mark.moderate
 def test_clocks_that_go_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if which step is the newest, or kept, is asked of a clock or of the times of files."""
     run, now = Run(), time.time()

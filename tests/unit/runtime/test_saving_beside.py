@@ -33,6 +33,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return may_write
 
 
+@pytest.mark.moderate
 def test_later_updates_do_not_reach_what_is_being_saved(tmp_path: Path, slow_disk: threading.Event) -> None:
     """Breaks if what is written is the parameter, state or entry itself, which a later step changes in place."""
     run = Run()
@@ -53,6 +54,7 @@ def test_later_updates_do_not_reach_what_is_being_saved(tmp_path: Path, slow_dis
     assert torch.equal(torch.rand(1), drawn) and other.train(range(2, 5)) == losses
 
 
+@pytest.mark.moderate
 def test_one_save_at_a_time(tmp_path: Path, slow_disk: threading.Event) -> None:
     """Breaks if a save begins in the memory of the one before, loses it, or a load does not wait for what is saved."""
     run = Run()
@@ -113,6 +115,7 @@ dist.destroy_process_group()
     assert Run().load(tmp_path).step == 7
 
 
+@pytest.mark.moderate
 def test_ranks_that_leave_nothing_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if rank 0 waits for ever for a rank that is gone, or takes a step for whole that lacks its part."""
     run = Run()

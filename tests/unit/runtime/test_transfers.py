@@ -58,6 +58,7 @@ def buckets(draw: st.DrawFn) -> tuple[str, list[tuple[Any, ...]], torch.dtype]:
     return steps, arguments, draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.float64]))
 
 
+@pytest.mark.moderate
 @settings(max_examples=80, deadline=None)
 @given(bucket=buckets())
 def test_a_bucket_is_each_tensor_alone(bucket: tuple[str, list[tuple[Any, ...]], torch.dtype]) -> None:

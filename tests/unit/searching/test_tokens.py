@@ -137,6 +137,7 @@ def _found() -> autopar.GenerationSearch:
     return autopar.search(model_of("llama"), "h100x4", generate=WANTED, batches=(1, 4), top=2)
 
 
+@pytest.mark.moderate
 def test_a_search_plans_what_it_found(tmp_path: Path) -> None:
     """Breaks if the ends of the frontier are not planned, or a picture, text or data of it cannot be had."""
     found = _found()
@@ -150,6 +151,7 @@ def test_a_search_plans_what_it_found(tmp_path: Path) -> None:
     assert found.plot(tmp_path / "frontier.svg").stat().st_size > 0
 
 
+@pytest.mark.moderate
 def test_what_does_not_fit_is_not_on_the_frontier() -> None:
     """Breaks if a batch whose cache is too large is taken, or the error does not say what would do."""
     sizes = sorted(each.peak_bytes for each in _found().candidates)
@@ -201,6 +203,7 @@ def test_bad_requests_are_told(options: dict[str, Any], words: str) -> None:
         autopar.search(model_of("llama"), "h100x4", **options)
 
 
+@pytest.mark.moderate
 def test_one_device_is_a_graph() -> None:
     """Breaks if one GPU is estimated as if each kernel were launched, unlike its plan."""
     found = autopar.search(model_of("llama"), "h100x1", generate=WANTED, batches=(1,), top=1)

@@ -64,6 +64,7 @@ def check(problem: AssignmentProblem, search: Search) -> None:
         assert search.cost >= best - 1e-9
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.integers(0, 4))
 def test_branches_and_dives_keep_the_optimum(problem: AssignmentProblem, room: int) -> None:
@@ -80,6 +81,7 @@ def test_branches_and_dives_keep_the_optimum(problem: AssignmentProblem, room: i
         check(case, search)
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.integers(0, 4))
 def test_prices_of_the_few_are_prices_of_all(problem: AssignmentProblem, room: int) -> None:
@@ -97,6 +99,7 @@ def test_prices_of_the_few_are_prices_of_all(problem: AssignmentProblem, room: i
     check(case, search)
 
 
+@pytest.mark.moderate
 def test_prices_of_the_few_are_near_the_best_ones() -> None:
     """Breaks if the bound at prices found among a tenth of the cells is far below the one at prices found among all."""
     free = layered(1, 60, 24, 16)

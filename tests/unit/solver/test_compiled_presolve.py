@@ -29,6 +29,7 @@ def _consistent(problem: AssignmentProblem) -> Graph | None:
     return tidy(restrict(graph, domains.alive))
 
 
+@pytest.mark.moderate
 @SOME
 @given(st.one_of(problems, knots))
 def test_the_same_choices_are_left(problem: AssignmentProblem) -> None:

@@ -37,6 +37,7 @@ def everything_is_large() -> Iterator[None]:
         yield
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.integers(0, 99))
 def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: int) -> None:
@@ -73,6 +74,7 @@ def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: 
         assert energy(loops.flat, loops.flat_costs, loops.cells, moved) == pytest.approx(best, abs=ROUNDING)
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.one_of(st.none(), st.integers(0, 3)))
 def test_bound_and_answer(problem: AssignmentProblem, room: int | None) -> None:
@@ -80,6 +82,7 @@ def test_bound_and_answer(problem: AssignmentProblem, room: int | None) -> None:
     bound_and_answer(problem, room)
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.one_of(st.none(), st.integers(0, 3)))
 def test_bound_and_answer_of_what_is_only_compiled(problem: AssignmentProblem, room: int | None) -> None:
@@ -129,6 +132,7 @@ def test_annealing_keeps_its_books(problem: AssignmentProblem, seed: int, temper
         assert evaluator.cost(best) == pytest.approx(numbers[2], abs=1e-6)
 
 
+@pytest.mark.moderate
 def test_annealing_fits_where_it_begins_above_the_limit() -> None:
     """Breaks if bytes above the limit cost nothing, or what does not fit is an answer."""
     problem = layered(0, 40, 6)
@@ -163,6 +167,7 @@ def test_neighbourhoods_keep_the_choice(problem: AssignmentProblem, seed: int) -
     )
 
 
+@pytest.mark.moderate
 def test_one_node_that_memory_leaves_one_choice() -> None:
     """Breaks if what is left when everything is eliminated, which is nothing, is not nothing to compiled loops."""
     node = Node("n", np.array([1.0, 2.0]), (Usage(0, 1, np.array([5.0, 1.0])),))

@@ -31,6 +31,7 @@ def loops() -> Iterator[list[float]]:
         yield bounds
 
 
+@pytest.mark.moderate
 def test_what_rounds_badly_is_optimal_once_messages_have_settled() -> None:
     """Breaks if sweeps stop where the bound rises little: an integer program of all edges takes longer than they do."""
     problem = layered(2, num_nodes=400, num_choices=10, skips=0.9)

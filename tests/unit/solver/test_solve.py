@@ -40,6 +40,7 @@ def test_optimum_without_limit(problem: AssignmentProblem) -> None:
     assert_optimal(problem)
 
 
+@pytest.mark.moderate
 @EXACT
 @given(problems, st.integers(0, 20))
 def test_optimum_under_any_limit(problem: AssignmentProblem, limit: int) -> None:
@@ -47,6 +48,7 @@ def test_optimum_under_any_limit(problem: AssignmentProblem, limit: int) -> None
     assert_optimal(replace(problem, usage_limit=float(limit)))
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.integers(0, 3))
 def test_optimum_of_dense_problems_under_a_tight_limit(problem: AssignmentProblem, room: int) -> None:
@@ -259,6 +261,7 @@ ALLOWED = {
 }  # fmt: skip
 
 
+@pytest.mark.moderate
 @SOME
 @given(st.one_of(problems, dense_problems), st.integers(0, 20))
 def test_without_mathopt_choices_fit_and_bounds_hold(problem: AssignmentProblem, limit: int) -> None:

@@ -189,6 +189,7 @@ def test_tables_are_planned_when_messages_have_left_a_gap() -> None:
     assert found == [pytest.approx(solve(problem, gap=1e-6).cost)]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("way", WAYS)
 @SOME
 @given(problem=dense_problems, room=st.sampled_from([None, 0, 1, 3, 1000]))

@@ -35,6 +35,7 @@ def copies() -> Plan:
     return make_plan({"dp": "ddp", "tp": "tensor"})
 
 
+@pytest.mark.moderate
 def test_differences_are_the_plans(zero: Plan, copies: Plan) -> None:
     """Breaks if a number, a parameter that lies differently, or a collective is lost, or sides are swapped."""
     found = compare(zero, copies, names=("zero", "copies"))
@@ -58,6 +59,7 @@ def test_equal_plans_are_the_same(zero: Plan) -> None:
     assert "predicted as fast" in str(found) and "all parameters lie alike" in found.summary
 
 
+@pytest.mark.moderate
 def test_other_models_can_be_compared(zero: Plan) -> None:
     """Breaks if plans of different models or meshes end in an error, or count as the same."""
     other = make_plan({"dp": "zero3", "tp": "tensor"}, "gpt2")

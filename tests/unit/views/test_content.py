@@ -36,6 +36,7 @@ def content(plan: Plan) -> dict[str, Any]:
     return content_of(Plan.from_json(plan.to_json()), Findings(), [], {})
 
 
+@pytest.mark.moderate
 def test_a_loaded_plan_says_what_the_fresh_one_does(plan: Plan, content: dict[str, Any]) -> None:
     """Breaks if something that the report shows is not saved, or is no JSON."""
     fresh = json.dumps(content_of(plan, Findings(), [], {}), sort_keys=True)
@@ -106,6 +107,7 @@ def test_every_collective_leads_somewhere(content: dict[str, Any]) -> None:
     assert not lost
 
 
+@pytest.mark.moderate
 def test_a_pipeline_has_a_timeline_and_stages(staged: Plan) -> None:
     """Breaks if a rank, an action or a message is missing from the timeline, or the step has another length."""
     content = content_of(staged, Findings(), [], {})

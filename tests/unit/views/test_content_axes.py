@@ -92,6 +92,7 @@ def plan() -> Plan:
     return make_plan("gpt2", strategy={"dp": "zero3", "tp": "tensor"}, microbatches=4)
 
 
+@pytest.mark.moderate
 def test_what_is_hidden_is_as_the_timeline_has_it(plan: Plan) -> None:
     """Breaks if what a call waits for counts as hidden, or gathers that run beside calls do not; the plan's own sum
     (less, as what runs at once is slower) must not be above theirs.
@@ -107,6 +108,7 @@ def test_what_is_hidden_is_as_the_timeline_has_it(plan: Plan) -> None:
     assert set(hidden_shares(bare)) == {None}
 
 
+@pytest.mark.moderate
 def test_what_a_pipeline_hides() -> None:
     """Breaks if what is gathered in each call counts as hidden, or the rank's sends are not found."""
     staged = make_plan("gpt2", "pp=2,dp=2", strategy={"pp": "pipeline(1f1b)", "dp": "zero3"}, microbatches=4)

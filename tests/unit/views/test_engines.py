@@ -22,6 +22,7 @@ def planned(name: str, mesh: str, strategy: Any) -> autopar.Plan:
     )
 
 
+@pytest.mark.moderate
 def test_transformers_takes_its_own_plan_back() -> None:
     """Breaks if a style is another than the one that transformers ships for the same split, or a size is lost."""
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -36,6 +37,7 @@ def test_transformers_takes_its_own_plan_back() -> None:
     assert data["tp_plan"].keys() - theirs.keys() <= {"model.embed_tokens"}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("to", "words"),
     [
@@ -51,6 +53,7 @@ def test_servers_are_told_sizes(to: str, words: str) -> None:
     assert any("rules of its own" in note for note in exported.notes)
 
 
+@pytest.mark.moderate
 def test_replicas_that_gather_are_said() -> None:
     """Breaks if zero3, which no server has, is left out without a word, or counts as tensor parallelism."""
     exported = planned("llama", "dp=4", "zero3").export("vllm")
@@ -58,6 +61,7 @@ def test_replicas_that_gather_are_said() -> None:
     assert any(note.startswith("dp gathers parameters") for note in exported.notes)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy", "said"),
     [
@@ -72,11 +76,13 @@ def test_what_has_no_style_is_named(name: str, mesh: str, strategy: Any, said: s
         planned(name, mesh, strategy).export("transformers-tp-plan")
 
 
+@pytest.mark.moderate
 def test_an_unknown_engine() -> None:
     with pytest.raises(AutoparError, match="did you mean"):
         planned("llama", "tp=2", "tensor").export("vlm")
 
 
+@pytest.mark.moderate
 def test_the_command(tmp_path: Path) -> None:
     """Breaks if a plan's file cannot be exported by hand, to a file and to the terminal."""
     file, out = tmp_path / "plan.json", tmp_path / "tp.json"

@@ -50,6 +50,7 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.moderate
 def test_a_layer_of_experts_by_hand(exchanged: Plan) -> None:
     """Breaks if tokens of an expert or of a rank are miscounted: 32 tokens a rank choose 2 of 8 experts on 4 ranks, so
     that an expert gets 32 of all 128, and a rank 64 choices.
@@ -104,6 +105,7 @@ def test_microbatches_at_a_time_have_a_row_each() -> None:
     assert first["measured"] == second["measured"] > second["visited"]
 
 
+@pytest.mark.moderate
 def test_experts_that_stay_send_nothing() -> None:
     """Breaks if an axis that splits widths or experts alone is said to exchange, or the busiest rank to have more."""
     for name, words in (("tensor", "widths over tp"), ("expert+sum", "experts over tp")):
@@ -133,6 +135,7 @@ def test_exchanges_have_their_place_in_the_step(exchanged: Plan) -> None:
     assert sum(each.end_s - each.start_s for each in spans) >= 0.99 * sum(each.seconds for each in own)
 
 
+@pytest.mark.moderate
 def test_what_is_hidden_of_exchanges() -> None:
     """Breaks if what runs beside an exchange is missing in the tabs of experts and of collectives, if more is hidden
     than travels, or if that is not what the step's seconds have.

@@ -41,6 +41,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return autopar.plan(loaded.model, parsed, example_inputs=loaded.batch, **options)
 
 
+@pytest.mark.moderate
 def test_numbers_are_those_of_the_plan(plan: Plan) -> None:
     """Breaks if an operator or a collective is left out, counted twice, or gets another's seconds or bytes."""
     views, program = plan.views, plan.program

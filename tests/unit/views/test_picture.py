@@ -139,6 +139,7 @@ def test_a_region_that_only_hands_on_is_no_box() -> None:
         assert "encoder_layer" in dot_source(plan, phase=phase)
 
 
+@pytest.mark.moderate
 def test_many_stages_are_a_box_for_each_rank() -> None:
     """Breaks if dozens of stages are drawn one by one, out of order, or in a way that Graphviz fails on."""
     loaded = catalogue.load("gpt2", tiny=True, batch=(20, 16), overrides={"num_hidden_layers": 30})

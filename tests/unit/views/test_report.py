@@ -28,6 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.moderate
 def test_a_saved_plan_is_reported_with_explanations(saved: Path, tmp_path: Path) -> None:
     """Breaks if `autopar report` cannot build the model again, explains nothing, or asks for no other memory limit."""
     path = tmp_path / "plan.html"
@@ -46,6 +47,7 @@ def test_nothing_is_solved_where_nothing_is_asked(saved: Path, tmp_path: Path) -
     assert "predicted as fast" in (tmp_path / "b.html").read_text()
 
 
+@pytest.mark.moderate
 def test_pictures_from_a_file(saved: Path, tmp_path: Path) -> None:
     """Breaks if a saved plan cannot be drawn at some detail, or in some format."""
     for detail in ("overview", "region", "operator", "timeline", "memory"):

@@ -62,6 +62,7 @@ def views_of(plan: autopar.Plan) -> Views:
     return plan.views
 
 
+@pytest.mark.moderate
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("hardware", ["h100", "cpu"])
 @pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
@@ -78,6 +79,7 @@ def test_spans_are_the_plans_step(case: str, hardware: str) -> None:
         assert names <= {f"{row.kind} {row.axis}" for row in plan.collectives}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_calls_come_one_after_the_other(case: str) -> None:
     """Breaks if a call is missing, overlaps the one before, or does not hold its own collectives."""
@@ -129,6 +131,7 @@ def test_activations_grow_forward_and_shrink_backward() -> None:
     assert gradients[0] == 0.0 and list(gradients[:top]) == [0.0] * top
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "strategy", mostly_slow(["pipeline(1f1b)", "pipeline(zbv)", "pipeline(interleaved)"], "pipeline(1f1b)")
 )
@@ -148,6 +151,7 @@ def test_every_rank_of_a_pipeline_has_its_own_curve(strategy: str) -> None:
         assert curve.series["optimizer states"][0] == pytest.approx(2 * curve.series["parameters"][0], rel=1e-5)
 
 
+@pytest.mark.moderate
 def test_views_are_saved_with_the_plan() -> None:
     """Breaks if a loaded plan draws something else, or the file grows by more than the program it describes."""
     plan = planned("zero3 and tensor, 64 microbatches")
