@@ -143,7 +143,7 @@ def _with_repeated_blocks(
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             clone.forward = Ragged().within(clone.forward)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                with seeds.Seeds(type(model).__name__), ChecksPass(), chosen:
+                with seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -244,7 +244,7 @@ def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctio
             entered.enter_context(words.noted(model))
             entered.enter_context(huggingface.training_capture(model))
             entered.enter_context(as_operators(model))
-            for mode in (seeds.Seeds(type(model).__name__), ChecksPass(), *modes):
+            for mode in (seeds.Seeds(type(model).__name__), ChecksPass(model), *modes):
                 entered.enter_context(mode)
             hook = model.register_forward_hook(lambda _, __, output: compat.see_into(output))
             entered.callback(hook.remove)

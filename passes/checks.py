@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
@@ -45,11 +46,30 @@ _MOST_FRAMES = 64
 
 
 class ChecksPass(TorchFunctionMode):
-    """While a model is traced: numbers that are known are read, functions that do not trace have others instead."""
+    """While a model is traced: numbers that are known are read, functions that do not trace have others instead.
+
+    A parameter or buffer that code holds by itself (in a list, a closure) is what the model has in its place meanwhile.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        modules = [] if model is None else model.modules()
+        named = [(module, each) for module in modules for each in (module._parameters, module._buffers)]
+        found = [(x, module, name) for module, own in named for name, x in own.items() if x is not None]
+        self._held = {id(x): (x, module, name) for x, module, name in found}
+
+    def _in_place(self, value: Any) -> Any:
+        """A value as an argument: what the trace has of a tensor of the model's."""
+        if isinstance(value, torch.Tensor) and id(value) in self._held:
+            _, module, name = self._held[id(value)]
+            return module._parameters.get(name, module._buffers.get(name))
+        return type(value)(map(self._in_place, value)) if type(value) in (list, tuple) else value
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        args = tuple(map(self._in_place, args))
+        kwargs = {name: self._in_place(each) for name, each in (kwargs or {}).items()}
         if func in _READING and args[0].numel() == 1:
             value = compat.known_value(args[0])
             if value is not None:
@@ -60,10 +80,15 @@ class ChecksPass(TorchFunctionMode):
             args = (args[0], _with_known_ends(args[1]), *args[2:])
         if func in _HOOKS:
             raise _hooks_gradients(args[0])
-        func, kwargs = FUNCTIONS.get(func, func), kwargs or {}
+        func = FUNCTIONS.get(func, func)
         if _leaves_alone(func, args, kwargs):
             return compat.called_beside_gradients(func, args, kwargs)
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if torch.is_grad_enabled() and isinstance(found, torch.Tensor) and found.requires_grad:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, torch.Tensor) and each.requires_grad and not compat.is_traced(each):
+                    raise _is_not_trained(each)
+        return found
 
 
 def _leaves_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -109,6 +134,17 @@ def _hooks_gradients(x: torch.Tensor) -> AutoparError:
         values=f"a tensor of shape {tuple(x.shape)}",
         remedy="scale or clip the gradient in the backward of a torch.autograd.Function that forward calls, or "
         "register the hook outside of forward, on an output or a parameter of the compiled model",
+    )
+
+
+def _is_not_trained(x: torch.Tensor) -> AutoparError:
+    frame = frame_of_model(sys._getframe(2), own=True)
+    return AutoparError(
+        "forward() uses a tensor with requires_grad that is no parameter of the model: it would not be trained",
+        where=None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+        values=f"a tensor of shape {tuple(x.shape)}",
+        remedy="make it a parameter, or what holds it a submodule, of the model that is compiled; detach() it, or "
+        "requires_grad_(False), if it is to stay as it is",
     )
 
 

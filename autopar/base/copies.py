@@ -5,24 +5,42 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import OrderedDict
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(model: Module, memo: dict[int, Any] | None = None) -> Module:
-    """As `copy.deepcopy`; functions in the place of a module's forward, which it leaves as they are, call the copy's
-    modules where they called the model's.
+    """As `copy.deepcopy`; functions that modules hold (in the place of a forward, as an attribute, as hooks), which it
+    leaves as they are, call the copy's modules where they called the model's.
     """
     memo = {} if memo is None else memo
     found = copy.deepcopy(model, memo)
     for module in found.modules():
-        if isinstance(vars(module).get("forward"), types.FunctionType | functools.partial):
-            vars(module)["forward"] = _rebound(vars(module)["forward"], memo)
+        for name, value in list(vars(module).items()):
+            if name not in _OF_TORCH:
+                vars(module)[name] = _with_functions(value, memo)
     return found
+
+
+_OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+"""What `copy.deepcopy` copies as it is to be."""
+
+
+def _with_functions(value: Any, memo: dict[int, Any]) -> Any:
+    """What a module's copy holds, with such functions; lists and dicts of them are changed in place."""
+    if isinstance(value, types.FunctionType | functools.partial):
+        return _rebound(value, memo)
+    if type(value) in (list, dict, OrderedDict):
+        for key, each in list(enumerate(value) if type(value) is list else value.items()):
+            if isinstance(each, types.FunctionType | functools.partial):
+                value[key] = _rebound(each, memo)
+    return value
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
@@ -30,7 +48,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
 
     forward = module.forward; module.forward = lambda x: 2 * forward(x)    →    the copy's, which calls the copy's
     """
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | torch.Tensor):
         return memo.get(id(value), value)
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, _rebound(value.__self__, memo))

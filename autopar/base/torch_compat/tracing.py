@@ -106,6 +106,11 @@ def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.T
         return None if known is None else of(known)
 
 
+def is_traced(value: torch.Tensor) -> bool:
+    """Whether a tensor stands for one that a trace does not have."""
+    return isinstance(value, FakeTensor) or value.is_meta
+
+
 def node_of(value: torch.Tensor) -> fx.Node | None:
     """The node that stands for a traced tensor; None where nothing is traced."""
     mode = get_proxy_mode()
