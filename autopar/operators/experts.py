@@ -21,7 +21,7 @@ from autopar.operators.basic import wide_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """How an expert's parameters lie.
 
     gated: columns of the first product are gate and up, which alternate if `interleaved`, else one after the other.
@@ -71,7 +71,7 @@ def experts(
     weights is rounded to x's dtype, the sum over k is not. Source: Shazeer et al., 1701.06538; as transformers' loops
     over experts have it.
     """
-    layout = _Layout(act, gated, interleaved, transposed)
+    layout = Layout(act, gated, interleaved, transposed)
     num_choices, flat = indices.shape[-1], weights.reshape(-1)
     out = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
     for expert, places in _groups(indices, first.shape[0], start):
@@ -88,8 +88,8 @@ def experts_grad(
     act: str, gated: bool = True, interleaved: bool = False, transposed: bool = False, start: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients to x, weights, first and second of `experts` without a bias, for g[T, D]."""
-    layout = _Layout(act, gated, interleaved, transposed)
-    return _gradients(g, x, indices, weights, first, second, None, layout, start)[:4]
+    layout = Layout(act, gated, interleaved, transposed)
+    return gradients(g, x, indices, weights, first, second, None, layout, start)[:4]
 
 
 def experts_grad_bias(
@@ -97,14 +97,15 @@ def experts_grad_bias(
     act: str, gated: bool = True, interleaved: bool = False, transposed: bool = False, start: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients to x, weights, first, second and bias of `experts`, for g[T, D]."""
-    layout = _Layout(act, gated, interleaved, transposed)
-    return _gradients(g, x, indices, weights, first, second, bias, layout, start)
+    layout = Layout(act, gated, interleaved, transposed)
+    return gradients(g, x, indices, weights, first, second, bias, layout, start)
 
 
-def _gradients(
+def gradients(
     g: Tensor, x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor, bias: Tensor | None,
-    layout: _Layout, start: int,
+    layout: Layout, start: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Of `experts_grad_bias`; where there is no bias, the last one is empty."""
     num_choices, flat = indices.shape[-1], weights.reshape(-1)
     dx = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
     dweights, dfirst, dsecond = torch.zeros_like(flat), torch.zeros_like(first), torch.zeros_like(second)

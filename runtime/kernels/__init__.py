@@ -27,11 +27,13 @@ def register() -> bool:
     if not (torch.cuda.is_available() or interpreted):
         return False
     from autopar.runtime.kernels.attention_dispatch import register_attention
+    from autopar.runtime.kernels.experts import register_experts
     from autopar.runtime.kernels.registration_elementwise import register_elementwise
 
     library = Library("autopar", "IMPL")
     register_attention(library, "CPU" if interpreted else "CUDA")
     if not interpreted:
         register_elementwise(library)
+        register_experts(library)
     _LIBRARIES.append(library)
     return True

@@ -155,7 +155,7 @@ def is_usual(spec: CompileSpec) -> bool:
         return False
     if _dtype(spec) == "fp32":
         return bool(_HEAVIEST.search(spec.name))
-    return _dtype(spec) == "bf16" and not _UNUSUAL.search(spec.name)
+    return _dtype(spec) in ("bf16", "-") and not _UNUSUAL.search(spec.name)
 
 
 def jobs(capabilities: Sequence[int], name: str = "", usual: bool = False) -> list[tuple[str, int, int]]:
