@@ -50,6 +50,7 @@ def search(
     memory_limit: float | None = ...,
     top: int = ...,
     limits: Mapping[str, int] | None = ...,
+    halves: bool | None = ...,
     loss: Loss | None = ...,
     expert_imbalance: float | None = ...,
     progress: Progress | None = ...,
@@ -83,6 +84,7 @@ def search(
     memory_limit: float | None = None,
     top: int = 3,
     limits: Mapping[str, int] | None = None,
+    halves: bool | None = None,
     loss: Loss | None = None,
     expert_imbalance: float | None = None,
     progress: Progress | None = None,
@@ -106,6 +108,8 @@ def search(
         top: how many are planned.
         limits: the largest size of an axis, by its name (`{"tp": 8}`); the others have no limit but the cluster. dp:
             of all data ranks.
+        halves: whether two microbatches go through a program together, as in `autopar.plan`. True: what cannot be so
+            is not planned; None: of those that are planned, where it is faster (estimates are of one at a time).
         loss: a function of the outputs and the batch that becomes a part of the program (see `autopar.compile`).
         expert_imbalance: as in `autopar.plan`.
         progress: called with what is being done, its number from 0, and how many there are.
@@ -118,6 +122,8 @@ def search(
     if generate is not None:
         if loss is not None:
             raise AutoparError("generate() has no loss", remedy="leave loss= out")
+        if halves is not None:
+            raise AutoparError("generate() has no microbatches", remedy="leave halves= out")
         cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
         if expert_imbalance is not None:
             cluster = Cluster(cluster.hardware.with_experts(expert_imbalance), cluster.nodes)
@@ -132,7 +138,7 @@ def search(
     batch = by_name(model, example_inputs)
     found = run.search(
         with_loss(model, loss, batch), cluster, example_inputs=batch, precision=precision,
-        memory_limit=memory_limit, top=top, limits=limits,
+        memory_limit=memory_limit, top=top, limits=limits, halves=halves,
         expert_imbalance=expert_imbalance, progress=progress,
     )  # fmt: skip
     planned = tuple((candidate, dressed(record)) for candidate, record in found.planned)

@@ -66,13 +66,15 @@ def parse_generate(text: str | None, cache: str | None = None, weights: str | No
 
 
 def read_generate(
-    generate: str | None, batches: str | None, batch: str | None
+    generate: str | None, batches: str | None, batch: str | None, halves: bool | None = None
 ) -> tuple[Generation | None, tuple[int, ...] | None]:
     """What a search is for: None for training; and the batches that it compares, None for the usual ones."""
     if generate is None:
         if batches is not None:
             raise AutoparError("--batches goes with --generate", remedy="use --batch for training")
         return None, None
+    if halves is not None:
+        raise AutoparError("--halves is for training", remedy="leave it out: generate() has no microbatches")
     if batch is not None:
         raise AutoparError("--generate says the tokens", remedy="leave --batch out; --batches 1,8,64 names batches")
     if batches is None:

@@ -38,6 +38,7 @@ from autopar.cli.options import (  # fmt: skip
     Batch,
     Cache,
     Generate,
+    Halves,
     HardwareName,
     Imbalance,
     Layers,
@@ -106,6 +107,7 @@ def plan(
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
     microbatches: Microbatches = None,
+    halves: Halves = None,
     expert_imbalance: Imbalance = None,
     generate: Generate = None,
     cache: Cache = None,
@@ -139,11 +141,11 @@ def plan(
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
             tokens = parse_generate(generate, cache, weights)
-            others = (microbatches, picture, report, trace, times)
+            others = (microbatches, halves, picture, report, trace, times)
             if tokens is not None and any(each is not None for each in others):
                 raise AutoparError(
                     "--generate goes with --save, --source and --json alone",
-                    remedy="leave --microbatches, --picture, --report, --trace and --times out",
+                    remedy="leave --microbatches, --halves, --picture, --report, --trace and --times out",
                 )
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
         if tokens is not None:
@@ -158,7 +160,7 @@ def plan(
                 cli_output.print_generation(phases, files, small)
             return
         with errors(1):
-            options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
+            options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches, "halves": halves}
             options["expert_imbalance"] = expert_imbalance
             found = make_plan(steps, loaded, *wanted, precision=precision, **options)
             found = with_spec(found, model, batch, tiny, layers)
@@ -193,6 +195,7 @@ def search(
     limit: Annotated[
         list[str] | None, typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp).")
     ] = None,
+    halves: Halves = None,
     expert_imbalance: Imbalance = None,
     generate: Generate = None,
     batches: Annotated[
@@ -225,7 +228,7 @@ def search(
             limits = read_limits(limit or [])
             most = parse_bytes(memory_limit) if memory_limit else None
             precision = precision or ("fp32" if wanted.hardware.device == "cpu" else "bf16")
-            tokens, sizes = read_generate(generate, batches, batch)
+            tokens, sizes = read_generate(generate, batches, batch, halves)
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
         with errors(1):
             import autopar
@@ -244,7 +247,9 @@ def search(
                 for line in (*(f"written: {path}" for path in written), f"next: {small}") if not as_json else ():
                     print(line)
                 return
-            found = autopar.search(loaded.model, wanted, example_inputs=loaded.batch, precision=precision, **options)
+            found = autopar.search(
+                loaded.model, wanted, example_inputs=loaded.batch, precision=precision, halves=halves, **options
+            )
             if plot is not None:
                 found.plot(plot)
             if save is not None:
@@ -252,7 +257,7 @@ def search(
     if as_json:
         print(json.dumps(found.to_data(), indent=1))
     else:
-        cli_output.print_search(found, model, batch, [path for path in (plot, save) if path is not None])
+        cli_output.print_search(found, model, batch, [path for path in (plot, save) if path is not None], halves)
 
 
 @app.command()
@@ -289,6 +294,7 @@ def verify(
     dtype: Annotated[Literal["float64", "float32"], typer.Option(help="What both sides compute in.")] = "float64",
     dropout: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Every dropout probability.")] = None,
     microbatches: Microbatches = None,
+    halves: Halves = None,
     generate: Generate = None,
     cache: Cache = None,
     weights: Weights = None,
@@ -311,7 +317,7 @@ def verify(
                 steps.begin("proving it")
                 proof, found = phases.verify(dtype=getattr(torch, dtype)), phases.decode
             else:
-                found = make_plan(steps, loaded, *wanted, microbatches=microbatches)
+                found = make_plan(steps, loaded, *wanted, microbatches=microbatches, halves=halves)
                 steps.begin("proving it")
                 proof = found.verify(dtype=getattr(torch, dtype))
             likeness = None

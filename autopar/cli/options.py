@@ -38,6 +38,14 @@ Microbatches = Annotated[
         help="Parts of the batch that a step runs one after the other. Default: 1; with a pipeline the best number.",
     ),
 ]
+Halves = Annotated[
+    bool | None,
+    typer.Option(
+        "--halves/--no-halves",
+        help="Of mixtures: two microbatches together, tokens of one travel while the other is computed; or never. "
+        "Default: where that is faster.",
+    ),
+]
 Generate = Annotated[
     str | None,
     typer.Option(

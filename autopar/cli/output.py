@@ -62,6 +62,7 @@ def next_command(model: str, plan: Plan, strategy: str) -> str:
     tiny = "" if ":" in model else " --tiny"
     named = "" if strategy == "auto" else f" --strategy {shlex.quote(strategy)}"
     parts = " --microbatches 2" if plan.interface.microbatches > 1 else ""
+    parts += " --halves" if plan.interface.together > 1 else ""
     if plan.pipeline is not None and plan.asked is not None:
         schedule = plan.pipeline.schedule
         per_rank = schedule.num_stages // schedule.num_ranks
@@ -161,6 +162,7 @@ def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "hardware": plan.mesh.hardware.name,
         "strategy": plan.strategy,
         "microbatches": plan.interface.microbatches,
+        "together": plan.interface.together,
         "step_time_s": plan.cost.step_time_s,
         "compute_s": plan.cost.compute_s,
         "communication_s": plan.cost.communication_s,
@@ -216,6 +218,7 @@ def proof_data(proof: Proof, plan: Plan) -> dict[str, Any]:
         "model": plan.title,
         "strategy": plan.strategy,
         "microbatches": plan.interface.microbatches,
+        "together": plan.interface.together,
         "worst": asdict(proof.worst),
         "comparisons": [asdict(each) for each in proof.comparisons],
     }
@@ -237,17 +240,20 @@ def stdout() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
 
 
-def print_search(found: SearchResult, model: str, batch: str | None, written: Sequence[Path]) -> None:
-    """The tables of a search, and the command that plans the best."""
+def print_search(
+    found: SearchResult, model: str, batch: str | None, written: Sequence[Path], halves: bool | None = None
+) -> None:
+    """The tables of a search, and the command that plans the best. halves: as was asked."""
     print(str(found))
     for path in written:
         print(f"written: {path}")
     best = found.planned[0][0].point
     words = ",".join(f"{axis}={name}" for axis, name in best.strategy.items())
     size = f" --batch {batch}" if batch else ""
+    together = "" if halves is None else f" --{'' if halves else 'no-'}halves"
     print(
         f"next: autopar plan {model} --mesh {best} --hardware {found.cluster.hardware.name}{size} "
-        f"--strategy '{words}' --microbatches {best.microbatches}"
+        f"--strategy '{words}' --microbatches {best.microbatches}{together}"
     )
 
 

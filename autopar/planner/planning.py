@@ -85,7 +85,8 @@ def plan_point(
     tried = tried_for(programs, lambda tried: named(programs, (rematerialize,), tried))
     if tried.best is None:
         raise tried.reason()[1]
-    return replace(tried.best[1], times=(*programs.times, *tried.best[1].times))
+    found = in_halves(programs, *tried.best)
+    return replace(found, times=(*programs.times, *found.times))
 
 
 def _fastest(programs: Programs, modes: Sequence[Mode]) -> PlanRecord:

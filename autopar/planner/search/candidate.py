@@ -59,6 +59,11 @@ class Point:
         """What the innermost data axis does."""
         return self.exchange or self.data
 
+    @property
+    def may_pair(self) -> bool:
+        """Whether two microbatches may go through the program together: tokens travel, and nothing runs in turn."""
+        return self.microbatches % 2 == 0 and self.pp == 1 and "expert" in self.innermost
+
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
 

@@ -44,6 +44,7 @@ def search(
     memory_limit: float | None = None,
     top: int = 3,
     limits: Mapping[str, int] | None = None,
+    halves: bool | None = None,
     expert_imbalance: float | None = None,
     progress: Progress | None = None,
 ) -> Found[PlanRecord]:
@@ -66,8 +67,14 @@ def search(
     fitting = sorted((each for each in candidates if each.fits), key=lambda each: (each.step_s, str(each.point)))
     if not fitting:
         raise _nothing_fits(candidates, cluster, limit)
+    if halves and not (fitting := [each for each in fitting if each.point.may_pair]):
+        raise AutoparError(
+            f"halves=True: nothing that fits {cluster} sends tokens to experts in an even number of microbatches",
+            where="halves",
+            remedy="search without halves, or with a model of experts and a batch that more microbatches divide",
+        )
     tell("compare", 2, 3 + top)
-    plans = _planned(estimator, fitting, top, lambda number: tell("plan", 3 + number, 3 + top))
+    plans = _planned(estimator, fitting, top, halves, lambda number: tell("plan", 3 + number, 3 + top))
     seconds = time.perf_counter() - start[0], time.process_time() - start[1]
     return Found(cluster, plans, tuple(candidates), limit, _tokens(example_inputs), *seconds)
 
@@ -108,7 +115,7 @@ def _two_rows(inputs: Mapping[str, Any], batch: int) -> dict[str, Any]:
 
 
 def _planned(
-    estimator: Estimator, fitting: Sequence[Candidate], top: int, tell: Callable[[int], None]
+    estimator: Estimator, fitting: Sequence[Candidate], top: int, halves: bool | None, tell: Callable[[int], None]
 ) -> tuple[tuple[Candidate, PlanRecord], ...]:
     """The best candidates as plans, fastest first; of those that differ in nothing but the schedule, one."""
     done: list[tuple[Candidate, PlanRecord]] = []
@@ -124,8 +131,8 @@ def _planned(
         tell(len(done))
         try:
             plan = planning.plan_point(
-                estimator.families.request, estimator.cluster.mesh(point.axes), point.strategy, point.rematerialize,
-                point.microbatches, captured,
+                replace(estimator.families.request, halves=halves), estimator.cluster.mesh(point.axes), point.strategy,
+                point.rematerialize, point.microbatches, captured,
             )  # fmt: skip
         except DoesNotFit as error:
             logger.info("%s was estimated to fit: %s", point, error)

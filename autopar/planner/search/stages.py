@@ -98,7 +98,8 @@ class Computing:
     def saved_bytes(self) -> float:
         """Activations of one microbatch, of all calls, in two stages."""
         num = len(self.program.calls)
-        return float(self.holding(((0, num // 2), (num // 2, num)))[:, 0].sum())
+        parts = ((0, num // 2), (num // 2, num)) if num > 1 else ((0, num),)
+        return float(self.holding(parts)[:, 0].sum())
 
     @functools.cached_property
     def has_halves(self) -> bool:
