@@ -191,9 +191,9 @@ def rounds(
         return
     homes = indices_TK.long().div(width or num_experts, rounding_mode="floor")
     goes = torch.stack([(homes == rank).any(1) for rank in range(num_ranks)])
-    tokens = goes.nonzero()[:, 1]
     table: list[list[int]] = comm.all_gather(goes.sum(1)[None], axis, 0).tolist()
     own, num = table[comm.index(axis)], rounds_of(table, at_once)
+    tokens = torch.nonzero_static(goes, size=sum(own))[:, 1]  # whose number is known: the host waits once, for all
     del homes, goes
     starts = [sum(own[:rank]) for rank in range(num_ranks)]
     for number in range(num):

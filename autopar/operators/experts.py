@@ -4,45 +4,24 @@ Shape suffixes: T tokens, D their width, K experts a token, E experts, F an expe
 without. Nothing is dropped: each expert multiplies the rows that chose it, however many. Experts may be split: with
 `start`, the number of the first one here, tokens whose expert lies elsewhere get zeros, terms of a sum. So may F be.
 The gradient runs the experts again, so that nothing of [T, K, G, F] is kept.
+
+On CUDA the kernels of runtime/kernels/experts.py stand in for these functions. Without them PyTorch's grouped product
+does where it can (`grouped_experts.fits`); else the host waits for how many rows each expert has, and multiplies expert
+by expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.base.torch_compat.autograd import recording
-from autopar.operators.activations import activate
 from autopar.operators.basic import wide_dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How an expert's parameters lie.
-
-    gated: columns of the first product are gate and up, which alternate if `interleaved`, else one after the other.
-    transposed: parameters are [E, in, out], not [E, out, in].
-    """
-
-    act: str
-    gated: bool
-    interleaved: bool
-    transposed: bool
-
-    def inward(self, matrix: Tensor) -> Tensor:
-        """A parameter [.., ..] as what a row is multiplied by: [in, out]."""
-        return matrix if self.transposed else matrix.t()
-
-    def activated(self, product: Tensor) -> Tensor:
-        """[S, F] of a product [S, G F]."""
-        if not self.gated:
-            return activate(self.act, product)
-        gate, up = (product[:, ::2], product[:, 1::2]) if self.interleaved else product.chunk(2, -1)
-        return activate(self.act, gate, up)
+from autopar.operators.expert_layout import Layout
+from autopar.operators.grouped_experts import fits, grouped, grouped_gradients
 
 
 def _groups(indices_TK: Tensor, num_experts: int, start: int) -> Iterator[tuple[int, Tensor]]:
@@ -72,6 +51,8 @@ def experts(
     over experts have it.
     """
     layout = Layout(act, gated, interleaved, transposed)
+    if fits(x, indices, first, second, bias):
+        return grouped(x, indices, weights, first, second, bias, layout, start)
     num_choices, flat = indices.shape[-1], weights.reshape(-1)
     out = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
     for expert, places in _groups(indices, first.shape[0], start):
@@ -106,6 +87,8 @@ def gradients(
     layout: Layout, start: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Of `experts_grad_bias`; where there is no bias, the last one is empty."""
+    if fits(x, indices, first, second, bias) and g.dtype == x.dtype:
+        return grouped_gradients(g, x, indices, weights, first, second, bias, layout, start)
     num_choices, flat = indices.shape[-1], weights.reshape(-1)
     dx = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
     dweights, dfirst, dsecond = torch.zeros_like(flat), torch.zeros_like(first), torch.zeros_like(second)

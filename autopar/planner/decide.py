@@ -12,7 +12,6 @@ from torch import nn
 from autopar import pipeline
 from autopar.base.errors import AutoparError
 from autopar.base.garbage import older_spared
-from autopar.base.huggingface import experts
 from autopar.base.huggingface.caches import states_among
 from autopar.base.stored_weights import check_not_trained
 from autopar.ir.program import MODES, Mode, Program
@@ -62,7 +61,7 @@ def decide(
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
     mesh = mesh.with_experts(expert_imbalance)
-    if inference and mesh.num_devices == 1 and not experts.has_layers(model):  # experts wait for the device
+    if inference and mesh.num_devices == 1:
         mesh = mesh.in_graphs()
     asked = pipeline_of(strategy, mesh)
     asked = asked.read() if asked is not None else None

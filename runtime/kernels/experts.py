@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import Library
 
 from autopar.base.torch_compat.autograd import recording
-from autopar.operators.experts import Layout
+from autopar.operators.expert_layout import Layout
 from autopar.operators.experts import experts as reference
 from autopar.operators.experts import gradients as reference_gradients
 from autopar.operators.rules.exchange_cost import FEW_PLACES, window_rows

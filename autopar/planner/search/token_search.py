@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.base.huggingface import experts
 from autopar.planner.generation import Generation
 from autopar.planner.inputs import to_dtype
 from autopar.planner.search.cluster import Cluster
@@ -97,7 +96,7 @@ def of_model(
         raise AutoparError(f"batches {list(sizes)} are none", remedy="name sequences, as in batches=(1, 8, 64)")
     if wrong := sorted(set(limits or {}) - {"pp", "dp", "tp"}):
         raise AutoparError(f"a search for generate() has no axis {wrong[0]!r}", remedy="limit pp, dp or tp")
-    if cluster.num_devices == 1 and not experts.has_layers(model):
+    if cluster.num_devices == 1:
         cluster = Cluster(cluster.hardware.in_graphs(), 1)
     limit = float(cluster.hardware.memory_bytes) if memory_limit is None else float(memory_limit)
     return TokenSearch(model, cluster, generation, sizes, limit, dict(limits or {}), to_dtype(precision))
