@@ -40,6 +40,7 @@ _DRAWS = (_aten.rand.default, _aten.rand_like.default)
 _BELOW = {_aten.lt.Scalar: True, _aten.le.Scalar: True, _aten.ge.Scalar: False, _aten.gt.Scalar: False}
 """What a comparison with a number that lies above all draws says; below all of them, the opposite."""
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
 """Folders of torch whose code checks what models hand in, as a model's own may."""
 _MOST_FRAMES = 64
@@ -78,6 +79,10 @@ class ChecksPass(TorchFunctionMode):
             return said
         if func in _SLICING:
             args = (args[0], _with_known_ends(args[1]), *args[2:])
+        if func == _GET_DATA:  # of which torch's own passes know nothing
+            return args[0].detach()
+        if func == _SET_DATA:
+            return _written(*args)
         if func in _HOOKS:
             raise _hooks_gradients(args[0])
         func = FUNCTIONS.get(func, func)
@@ -86,7 +91,7 @@ class ChecksPass(TorchFunctionMode):
         found = func(*args, **kwargs)
         if torch.is_grad_enabled() and isinstance(found, torch.Tensor) and found.requires_grad:
             for each in (*args, *kwargs.values()):
-                if isinstance(each, torch.Tensor) and each.requires_grad and not compat.is_traced(each):
+                if isinstance(each, torch.Tensor) and each.requires_grad and compat.has_numbers(each):
                     raise _is_not_trained(each)
         return found
 
@@ -134,6 +139,25 @@ def _hooks_gradients(x: torch.Tensor) -> AutoparError:
         values=f"a tensor of shape {tuple(x.shape)}",
         remedy="scale or clip the gradient in the backward of a torch.autograd.Function that forward calls, or "
         "register the hook outside of forward, on an output or a parameter of the compiled model",
+    )
+
+
+def _written(x: torch.Tensor, value: torch.Tensor) -> None:
+    """`x.data = value`, which a trace does not see: x is written.
+
+    Raises:
+        AutoparError: x has a gradient, or is a parameter; the value is of another shape or type.
+    """
+    alike = isinstance(value, torch.Tensor) and value.shape == x.shape and value.dtype == x.dtype
+    if alike and not (x.requires_grad or isinstance(x, nn.Parameter)):
+        x.copy_(value)
+        return
+    frame = frame_of_model(sys._getframe(2), own=True)
+    raise AutoparError(
+        "forward() assigns to the .data of a parameter, or of a tensor that has a gradient, which no program does",
+        where=None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+        values=f"a tensor of shape {tuple(x.shape)}",
+        remedy="update it outside of forward(), between steps, or keep it as a buffer",
     )
 
 

@@ -106,9 +106,10 @@ def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.T
         return None if known is None else of(known)
 
 
-def is_traced(value: torch.Tensor) -> bool:
-    """Whether a tensor stands for one that a trace does not have."""
-    return isinstance(value, FakeTensor) or value.is_meta
+def has_numbers(value: torch.Tensor) -> bool:
+    """Whether a tensor is one of the script's, with values: no stand-in of a trace or of `torch.func`."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not (value.is_meta or wrapped)
 
 
 def node_of(value: torch.Tensor) -> fx.Node | None:

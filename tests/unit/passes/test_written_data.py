@@ -1,0 +1,78 @@
+"""`.data` in forward, which traces do not see: buffers are written by it, parameters refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.api import interpret
+from autopar.base.errors import AutoparError
+from autopar.passes.capture import capture
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """`how` writes into it before it is used."""
+
+    def __init__(self, how: Callable[[Net], object]) -> None:
+        super().__init__()
+        self.linear, self.slow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("center", torch.ones(WIDTH, dtype=torch.float64))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.how(self)
+            target = self.slow(x)
+        return (self.linear(x) * target * self.center).sum()
+
+
+def _buffer_is_assigned(net: Net) -> None:
+    net.center.data = net.center.data * 0.9 + 0.1 * net.slow.bias.data
+
+
+def _buffer_is_changed(net: Net) -> None:
+    net.center.data.mul_(0.9).add_(net.slow.bias.data, alpha=0.1)
+
+
+@pytest.mark.parametrize("how", [_buffer_is_assigned, _buffer_is_changed])
+def test_a_buffer_whose_data_is_written_has_it(how: Callable[[Net], object]) -> None:
+    """Breaks if what forward assigns to a buffer's data is lost, or ends the process."""
+    torch.manual_seed(0)
+    model, batch = Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)}
+    program = capture(model, batch)
+    (found, *_), _, updates = interpret.run_with_updates(program, interpret.state_of(model, program), batch)
+    torch.testing.assert_close(found, model(**batch))
+    torch.testing.assert_close(updates["center"], model.center)
+
+
+def _moving_average(net: Net) -> None:
+    for slow, fast in zip(net.slow.parameters(), net.linear.parameters(), strict=True):
+        slow.data = slow.data * 0.9 + fast.data * 0.1
+
+
+def _moving_average_in_place(net: Net) -> None:
+    for slow, fast in zip(net.slow.parameters(), net.linear.parameters(), strict=True):
+        slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+def _clipped(net: Net) -> None:
+    net.linear.weight.data = net.linear.weight.data.clamp(-0.01, 0.01)
+
+
+REFUSED: Mapping[Callable[[Net], object], str] = {
+    _moving_average: r"assigns to the .data of a parameter.*test_written_data.py:.*between steps",
+    _moving_average_in_place: "changes its own parameter slow.weight",
+    _clipped: r"assigns to the .data of a parameter.*test_written_data.py:",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_parameter_whose_data_is_written_is_refused(how: Callable[[Net], object]) -> None:
+    """Breaks if a momentum encoder that forward() moves (MoCo's) stays where it was, without a word."""
+    with pytest.raises(AutoparError, match=REFUSED[how]):
+        capture(Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)})
