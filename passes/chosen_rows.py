@@ -241,7 +241,10 @@ class _Keeper:
 
     def _value(self, node: Any) -> Any:
         args, kwargs = map_nodes((node.args, node.kwargs), lambda each: each.meta["val"])
-        return node.target(*args, **kwargs)
+        try:
+            return node.target(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:  # topk of more than there are rows at all, for one
+            raise self._refused(f"{node.target} cannot be of all rows, where a mask chooses some") from error
 
     def _call(self, node: Any, output: Any = None) -> OpCall:
         args, kwargs = map_nodes((node.args, node.kwargs), lambda each: each.meta["val"])

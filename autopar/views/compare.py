@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autopar.base.text import format_bytes, format_time, new_table, plain_text, plural
-from autopar.ir.interface_text import format_tensor
+from autopar.ir.interface_text import format_tensor, format_tensors, starred
 from autopar.planner.plan.record import PlanRecord
 from autopar.views.text import collective_groups, parameter_groups
 
@@ -204,9 +204,10 @@ def _settings(left: PlanRecord, right: PlanRecord) -> Iterator[Setting]:
     yield both("schedule", lambda plan: plan.pipeline.schedule.name if plan.pipeline else "none")
     yield both("stages", lambda plan: plan.pipeline.schedule.num_stages if plan.pipeline else 1)
     yield both("parameters are gathered ahead", lambda plan: "yes" if _prefetches(plan) else "no")
-    yield both("pins", lambda plan: ", ".join(pin.pattern for pin in plan.pins) or "none")
+    yield both("pins", lambda plan: ", ".join(dict.fromkeys(starred(pin.pattern) for pin in plan.pins)) or "none")
     yield both(
-        "batch", lambda plan: ", ".join(format_tensor(each, plan.interface.axes) for each in plan.interface.inputs)
+        "batch",
+        lambda plan: ", ".join(kind for _, kind in format_tensors(plan.interface.inputs, plan.interface.axes)),
     )
 
 

@@ -22,7 +22,7 @@ from pygments.lexers import PythonLexer
 from autopar import __version__
 from autopar.base.text import format_bytes
 from autopar.ir.interface import TensorInterface
-from autopar.ir.interface_text import format_tensor
+from autopar.ir.interface_text import format_tensor, format_tensors
 from autopar.ir.tensor_type import dtype_name
 from autopar.planner.plan.record import PlanRecord
 from autopar.views.compare import Comparison
@@ -86,7 +86,9 @@ def content_of(
         "precision": dtype_name(plan.precision) if plan.precision else "the model's own",
         "training": plan.training,
         "microbatches": plan.interface.microbatches,
-        "batch": [{"name": t.name, "type": format_tensor(t, plan.interface.axes)} for t in plan.interface.inputs],
+        "batch": [
+            {"name": name, "type": kind} for name, kind in format_tensors(plan.interface.inputs, plan.interface.axes)
+        ],
         "headline": _headline(plan),
         "bound": bound(plan),
         "words": list(in_words(plan)),

@@ -15,7 +15,7 @@ from autopar.base.text import format_bytes, format_count, format_time, new_table
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost, difference
 from autopar.ir.interface import TensorInterface
-from autopar.ir.interface_text import format_tensor
+from autopar.ir.interface_text import format_tensor, format_tensors
 from autopar.ir.names import starred
 from autopar.ir.program import AttentionSite
 from autopar.ir.sharding import Shard, format_shape
@@ -89,7 +89,7 @@ def _header(plan: PlanRecord) -> RenderableType:
     hardware = plan.mesh.hardware.name
     table.add_row("mesh", f"{plan.mesh}: {plan.mesh.num_devices} ranks, hardware {hardware}")
     table.add_row("strategy", plan.strategy + (f", {len(plan.pins)} pins" if plan.pins else ""))
-    inputs = [f"{tensor.name} {format_tensor(tensor, interface.axes)}" for tensor in interface.inputs]
+    inputs = [f"{name} {kind}" for name, kind in format_tensors(interface.inputs, interface.axes)]
     parts = f", in each of {interface.microbatches} microbatches a step" if interface.microbatches > 1 else ""
     parts += ", two at a time" if interface.together > 1 else ""
     table.add_row("batch", ", ".join(inputs) + parts)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from autopar.base.text import format_bytes, format_count, format_time, plural
+from autopar.ir.interface_text import starred
 from autopar.ir.sharding import Shard, parse_sharding
 from autopar.ir.tensor_type import dtype_name
 from autopar.planner.plan.drawn import Views
@@ -44,7 +45,8 @@ def in_words(plan: PlanRecord) -> Iterator[str]:
         beside = "travel beside the compute" if overlap.prefetch else "are waited for: more in flight would not fit"
         yield f"Gathers of parameters and reductions of gradients {beside}."
     if plan.pins:
-        yield f"{plural(len(plan.pins), 'pin was', 'pins were')} asked for: {', '.join(p.pattern for p in plan.pins)}."
+        names = dict.fromkeys(starred(pin.pattern) for pin in plan.pins)
+        yield f"{plural(len(plan.pins), 'pin was', 'pins were')} asked for: {', '.join(names)}."
 
 
 def axis_does(plan: PlanRecord, axis: str) -> str:
