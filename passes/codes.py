@@ -18,16 +18,21 @@ from autopar.ir.region import Region
 
 _PRODUCTS = ("autopar.linear", "autopar.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.convolution")
 
+_SCALES = ("first_scales", "second_scales")
+"""What layers of experts are told of parameters that are codes."""
+
 
 def part_of_weight(region: Region, slot: int) -> Literal["", "codes", "scales"]:
     """What a parameter is of a weight that is stored as codes: codes are whole numbers of two dims and more, scales
-    what is multiplied with nothing but what is made of them.
+    what is multiplied with nothing but what is made of them, or what experts are told so.
     """
     holders = _holders(region)
     holder = holders[slot]
     if _are_codes(holder):
         return "codes"
     users = [user for user in holder.users if user.name in region.forward_nodes]
+    if users and all(holder in (user.kwargs.get(name) for name in _SCALES) for user in users):
+        return "scales"
     others = [[x for x in user.all_input_nodes if x is not holder] for user in users]
     scales = users and all(str(user.target) == "aten.mul.Tensor" for user in users)
     return "scales" if scales and all(len(each) == 1 and _is_of_codes(each[0], holders) for each in others) else ""

@@ -29,6 +29,7 @@ from autopar.ir.nodes import NAME, copy_graph, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.mesh import Mesh
+from autopar.passes.alike import is_alike
 from autopar.strategies.axis import AxisStrategy
 
 _aten, _own = torch.ops.aten, torch.ops.autopar
@@ -145,7 +146,7 @@ def _coded(storage: str, write: fx.Node, writes: Sequence[fx.Node]) -> _Put | No
         graph = _encoding(storage, (*rows, size * kind.per_byte), dtype_of(scales))
         (x,), (output,) = ([n for n in graph.nodes if n.op == op] for op in ("placeholder", "output"))
         found: dict[fx.Node, fx.Node] = {}
-        if all(_is_alike(own, node, found) for own, node in zip(output.args[0], (codes, scales), strict=True)):
+        if all(is_alike(own, node, found) for own, node in zip(output.args[0], (codes, scales), strict=True)):
             made = frozenset(node for own, node in found.items() if own is not x)
             only = all(user in made or user in (write, other) for node in made for user in node.users)
             return _Put(found[x], storage, (write, other), made) if only else None
@@ -157,33 +158,6 @@ def _encoding(storage: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Gr
     """What encodes numbers of this shape and type, as a program has it."""
     numbers = torch.empty(shape, dtype=dtype)
     return tracing.make_fx(lambda x: STORAGES[storage].encode(x), {}, [numbers]).graph
-
-
-def _is_alike(own: object, node: object, found: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a value is made as `own` is; found: what stands for which node of the pattern."""
-    if isinstance(own, list | tuple):
-        if not isinstance(node, list | tuple) or len(own) != len(node):
-            return False
-        return all(_is_alike(a, b, found) for a, b in zip(own, node, strict=True))
-    if isinstance(own, fx.Node) and own.target is _aten.detach.default:  # what make_fx puts behind a view
-        return _is_alike(own.args[0], node, found)
-    if not isinstance(own, fx.Node):
-        return type(own) is type(node) and own == node
-    if not isinstance(node, fx.Node):
-        return False
-    if own in found:
-        return found[own] is node
-    if own.op != "placeholder":
-        if own.target is not node.target or own.kwargs.keys() != node.kwargs.keys():
-            return False
-        if not _is_alike(own.args, node.args, found):
-            return False
-        if not all(_is_alike(value, node.kwargs[name], found) for name, value in own.kwargs.items()):
-            return False
-    elif shape_of(own) != shape_of(node) or dtype_of(own) != dtype_of(node):
-        return False
-    found[own] = node
-    return True
 
 
 def _replace(graph: fx.Graph, at: Any, query: fx.Node, keys: _Put, values: _Put) -> list[fx.Node]:

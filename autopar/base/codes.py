@@ -102,3 +102,45 @@ def check_storage(name: str | None, what: str) -> None:
             f"{what} cannot be stored as {name!r}",
             remedy=f"one of {', '.join(map(repr, STORAGES))}; leave it out to store them as they are",
         )
+
+
+class _E2M1(Storage):
+    """Four bits as OCP's MX formats have them: a sign, two of an exponent, one of a fraction; two a byte, the earlier
+    one in the lower bits. Codes are read as twice what they stand for, whole numbers up to 12, so that a scale is half
+    of the format's: a power of two, by the largest magnitude (OCP MX 1.0, 6.3), above which numbers may be clipped.
+    """
+
+    __slots__ = ()
+
+    def encode(self, x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        exponents = torch.frexp(wide.abs().amax(dims, keepdim=True))[1]
+        scales = torch.ldexp(torch.ones_like(wide[..., :1]).expand_as(exponents), (exponents - 4).clamp(min=-100))
+        steps = (wide / scales).abs()
+        # In the middle of two the one with an even code.
+        codes = sum((steps > middle).to(torch.uint8) for middle in (0.5, 2.5, 5.0, 10.0))
+        codes = codes + sum((steps >= middle).to(torch.uint8) for middle in (1.5, 3.5, 7.0))
+        codes = codes | (wide < 0).to(torch.uint8) << 3
+        return codes[..., ::2] | codes[..., 1::2] << 4, scales.to(x.dtype)
+
+    def _read(self, codes: Tensor) -> Tensor:
+        both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8)
+        size = both & 7
+        size = size + (size - 4).clamp(min=0) + 2 * (size - 6).clamp(min=0)
+        return size * (1 - 2 * (both >> 3))
+
+
+E2M1: Storage = _E2M1("mxfp4", torch.uint8, 12.0, per_byte=2)
+"""Of weights alone."""
+STORAGES_OF_WEIGHTS: Mapping[str, Storage] = MappingProxyType({**STORAGES, E2M1.name: E2M1})
+
+
+def decoded(storage: str, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """What the codes of a weight say, of the scales' dtype. storage: of `STORAGES_OF_WEIGHTS`. zeros: the codes that
+    stand for zero, uint8, of the scales' shape; codes are not signed then.
+    """
+    kind = STORAGES_OF_WEIGHTS[storage]
+    if zeros is None:
+        return kind.decode(codes, scales)
+    raw = unpack(codes) if kind.per_byte == 2 else codes
+    return (raw.to(scales.dtype) - zeros.to(scales.dtype)) * scales

@@ -19,6 +19,7 @@ from autopar.ir.rule import Rule
 from autopar.machine.mesh import Mesh
 from autopar.operators.basic import wide_dtype
 from autopar.operators.rules.exchange_cost import ranks_of_token, rows_at_once
+from autopar.operators.rules.experts import expert_width
 
 Way = Literal["there", "back"]
 
@@ -161,14 +162,15 @@ def buffer_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
     is_grad, (x, weights) = _tokens_of(call)
     tokens, chosen, dtype = local["t"], weights.shape[-1], x.dtype.itemsize
     wide, rows = wide_dtype(x.dtype).itemsize, _most_rows(rule, chosen, tokens, found.size)
-    hidden, width = local["d"], local["f"]
+    hidden, width = local["d"], local["f"] * expert_width(call, rule) // rule.sizes["f"]
     columns = width * local.get("g", 1)
     places = chosen * (8 + 8 + 8 + 1)  # numbers of experts, their order, and whose they are
     routing = chosen * (2 * (_NUMBER + weights.dtype.itemsize) + weights.dtype.itemsize) + places
     sums = tokens * (hidden * wide + found.size + 8 * min(chosen, found.size) + chosen * 8)
     if not is_grad:
         row = hidden * (4 * dtype + 2 * wide) + (columns + 3 * width) * max(dtype, 4)
-        return math.ceil(rows * (row + routing) + sums)
+        decoded = 2 * hidden * columns * dtype if call.arg("storage") else 0  # an expert's, before scales and behind
+        return math.ceil(rows * (row + routing) + sums + decoded)
     row = hidden * (7 * dtype + 3 * wide) + (2 * columns + 6 * width) * max(dtype, 4) + chosen * 3 * wide
     again = sum(spec.numel * spec.dtype.itemsize for spec in _parameters(call)) / _parts_of_parameters(strategy, sizes)
     return math.ceil(rows * (row + routing) + sums + (again if _may_repeat(rule, chosen, tokens, found.size) else 0))

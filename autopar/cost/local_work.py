@@ -16,7 +16,7 @@ from autopar.ir.region import NodeStrategy
 from autopar.ir.rule import Dims, Rule
 from autopar.ir.sharding import num_pieces
 from autopar.ir.tensor_type import TensorType
-from autopar.operators.rules.experts import EXPERTS_BACKWARD
+from autopar.operators.rules.experts import EXPERTS_BACKWARD, expert_width
 
 _CLASSES = {"conv": "convolution"}
 _BACKWARD = "autopar.attention_backward"
@@ -54,8 +54,12 @@ def local_work(
             kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant, few_rows=few
         )
     if call.name.startswith(_EXPERTS):
-        own, around = _expert_dims(rule, strategy.choices, sizes), _bytes_around(call, rule, strategy.choices, sizes)
+        own = _expert_dims(call, rule, strategy.choices, sizes)
+        around = _bytes_around(call, rule, strategy.choices, sizes)
         moved -= _unread_bytes(call, rule, strategy, sizes)
+        if call.arg("storage"):  # what they say of experts that are chosen is written, and read for the product
+            _, columns, hidden, num = own
+            moved += 2 * num * hidden * (columns + _width(call, rule, strategy.choices, sizes)) * dtype.itemsize
         return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
@@ -103,7 +107,14 @@ def _product_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -
     return m, n, k, batch
 
 
-def _expert_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> tuple[float, float, float, float]:
+def _width(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:
+    """Local features of an expert between its products."""
+    return _local_sizes(rule, choices, sizes)["f"] * expert_width(call, rule) / rule.sizes["f"]
+
+
+def _expert_dims(
+    call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
+) -> tuple[float, float, float, float]:
     """Local (m, n, k, batch) of the first product of experts: a product for each expert here, of its share of all rows
     that come to these.
     """
@@ -111,7 +122,8 @@ def _expert_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     sent = math.prod(size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange")
     share = chosen_share(local["t"] * sent, local["k"], rule.sizes["e"])
     rows = local["t"] * sent * local["k"] / (rule.sizes["e"] * share)
-    return max(1.0, rows), local["f"] * local.get("g", 1.0), local["d"], max(1.0, local["e"] * share)
+    columns = _width(call, rule, choices, sizes) * local.get("g", 1.0)
+    return max(1.0, rows), columns, local["d"], max(1.0, local["e"] * share)
 
 
 def chosen_share(tokens: float, chosen: float, experts: float) -> float:
@@ -142,7 +154,7 @@ def _bytes_around(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Se
     backward 3 D + 3 C + 4 F.
     """
     local = _local_sizes(rule, choices, sizes)
-    hidden, width = local["d"], local["f"]
+    hidden, width = local["d"], _width(call, rule, choices, sizes)
     columns = width * local.get("g", 1.0)
     flops, elements = 2 * hidden * (columns + width), 2 * hidden + columns + width
     if call.name != "autopar.experts.default":

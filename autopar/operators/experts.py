@@ -8,6 +8,9 @@ The gradient runs the experts again, so that nothing of [T, K, G, F] is kept.
 On CUDA the kernels of runtime/kernels/experts.py stand in for these functions. Without them PyTorch's grouped product
 does where it can (`grouped_experts.fits`); else the host waits for how many rows each expert has, and multiplies expert
 by expert.
+
+Parameters may be codes with scales (`coded_experts.py`): those of an expert that was chosen are decoded where they are
+multiplied, and no others. There is no gradient then.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from autopar.base.torch_compat.autograd import recording
 from autopar.operators.basic import wide_dtype
+from autopar.operators.coded_experts import MOST_FEW, Held, of_few
 from autopar.operators.expert_layout import Layout
 from autopar.operators.grouped_experts import fits, grouped, grouped_gradients
 
@@ -41,6 +45,8 @@ def _groups(indices_TK: Tensor, num_experts: int, start: int) -> Iterator[tuple[
 def experts(
     x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor, bias: Tensor | None = None, *,
     act: str, gated: bool = True, interleaved: bool = False, transposed: bool = False, start: int = 0,
+    storage: str = "", first_scales: Tensor | None = None, second_scales: Tensor | None = None,
+    first_zeros: Tensor | None = None, second_zeros: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y[T, D]: of each token x[T, D] the sum over k of weights[T, K] times what expert indices[T, K] makes of it:
     act(x @ first + bias) @ second.
@@ -49,17 +55,23 @@ def experts(
     `activations`. start: the number of the first expert here; a number of none here adds nothing. The product with
     weights is rounded to x's dtype, the sum over k is not. Source: Shazeer et al., 1701.06538; as transformers' loops
     over experts have it.
+
+    storage: of `STORAGES_OF_WEIGHTS`; then first and second are codes of [E, G F, D] and [E, D, F], in rows, groups or
+    blocks that share a scale, and scales and zeros have one for each.
     """
-    layout = Layout(act, gated, interleaved, transposed)
-    if fits(x, indices, first, second, bias):
+    layout, num_choices = Layout(act, gated, interleaved, transposed), indices.shape[-1]
+    if not storage and fits(x, indices, first, second, bias):
         return grouped(x, indices, weights, first, second, bias, layout, start)
-    num_choices, flat = indices.shape[-1], weights.reshape(-1)
+    one, other = Held(storage, first, first_scales, first_zeros), Held(storage, second, second_scales, second_zeros)
+    if storage and x.is_cuda and 0 < indices.numel() <= MOST_FEW:
+        return of_few(x, indices, weights, one, other, bias, layout, start)
+    flat = weights.reshape(-1)
     out = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
     for expert, places in _groups(indices, first.shape[0], start):
         tokens = places // num_choices
-        product = x[tokens] @ layout.inward(first[expert])
-        product = product if bias is None else product + bias[expert]
-        made = layout.activated(product) @ layout.inward(second[expert])
+        product = x[tokens] @ layout.inward(one.of(expert, x.shape[1]))
+        activated = layout.activated(product if bias is None else product + bias[expert])
+        made = activated @ layout.inward(other.of(expert, activated.shape[1]))
         out.index_add_(0, tokens, (made * flat[places, None]).to(x.dtype).to(out.dtype))
     return out.to(x.dtype)
 

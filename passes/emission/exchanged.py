@@ -37,7 +37,7 @@ def _of_call(program: Program, call: Call, uses: Counter[str]) -> Iterator[Exper
             continue
         found = [_slot(each, program.together) for each in node.args[_PARAMETERS:] if each is not None]
         names = tuple(_named(region, call, slot) for slot in found if slot)
-        is_movable = len(exchanges) == 1 and len(names) == len(found)
+        is_movable = len(exchanges) == 1 and len(names) == len(found) and not node.kwargs.get("storage")
         is_movable = is_movable and all(uses[each] == 1 and _is_split(program, each, axis) for each in names)
         sharding = node.args[_TOKENS].meta["sharding"]
         split = [each for each, how in zip(mesh.axis_names, sharding, strict=True) if isinstance(how, Shard)]

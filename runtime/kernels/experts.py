@@ -5,7 +5,7 @@ two rows a token (`window_rows`), what they are between the products and behind 
 backward (1 + G) F + D; where there are more rows, [T, D] sums in float32, too. Results are the same from run to run: no
 program adds to what another one writes.
 
-Numbers that kernels do not have (float64) and empty tensors go to the PyTorch reference, autopar/operators/experts.py.
+Numbers that kernels do not have (float64, codes) and empty tensors go to the PyTorch reference, autopar/operators/experts.py.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ _COMBINED_COLUMNS = 1024
 def experts(
     x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor, bias: Tensor | None = None, *,
     act: str, gated: bool = True, interleaved: bool = False, transposed: bool = False, start: int = 0,
+    storage: str = "", **of_codes: Any,
 ) -> Tensor:  # fmt: skip
     """As `operators.experts.experts`: y[T, D]."""
     layout = Layout(act, gated, interleaved, transposed)
-    if not serves(x, indices, weights, first, second, bias):
+    if storage or not serves(x, indices, weights, first, second, bias):
         return reference(
             x, indices, weights, first, second, bias, act=act, gated=gated, interleaved=interleaved,
-            transposed=transposed, start=start,
+            transposed=transposed, start=start, storage=storage, **of_codes,
         )  # fmt: skip
     call = _Call(as_rows(x), indices, weights, first, second, bias, layout, start)
     out, sums, y = torch.empty(x.shape, dtype=x.dtype, device=x.device), call.sums(), call.buffer(x.shape[1])

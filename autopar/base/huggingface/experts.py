@@ -49,6 +49,15 @@ def has_layers(model: nn.Module) -> bool:
     return any(_is_layer(module) for module in model.modules())
 
 
+def stacks_of(module: nn.Module) -> dict[str, bool]:
+    """The parameters of a layer of experts that are their matrices on top of each other, and whether these are
+    [in, out]; none of another module.
+    """
+    layer: Any = module
+    names = ("gate_up_proj", "up_proj", "down_proj") if _is_layer(module) else ()
+    return {name: layer.is_transposed for name in names if name in module._parameters}
+
+
 def _is_layer(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in _MARKS)
 
