@@ -166,12 +166,10 @@ def _stacks_of(node: fx.Node) -> tuple[_Codes, _Codes] | None:
 def _held(node: Any, is_turned: bool) -> fx.Node | None:
     """What is [experts, out, in] of a parameter of experts, which has its last two dims swapped or not."""
     if is_turned:
-        if node.target is _aten.transpose.int and {dim % 3 for dim in node.args[1:]} == {1, 2}:
-            node = node.args[0]
-        elif node.target is _aten.permute.default and list(node.args[1]) == [0, 2, 1]:
-            node = node.args[0]
-        else:
+        is_swap = node.target is _aten.transpose.int and {dim % 3 for dim in node.args[1:]} == {1, 2}
+        if not is_swap and not (node.target is _aten.permute.default and list(node.args[1]) == [0, 2, 1]):
             return None
+        node = node.args[0]
     while isinstance(node, fx.Node) and node.target in _SAME:
         node = node.args[0]
     return node if isinstance(node, fx.Node) else None

@@ -157,8 +157,10 @@ def store_weights(
         )
     check_not_stored(model)
     size = group or GROUPS.get(way, 0)
-    chosen = [(module, _how("weight", way, module.weight, turned, size)) for module, turned in _linear_layers(model, leave)]
-    for module, name, turned in stacks_in(model, leave, stacks):
+    chosen = [
+        (module, _how("weight", way, module.weight, turned, size)) for module, turned in _linear_layers(model, leave)
+    ]
+    for module, name, turned, _ in stacks_in(model, leave, stacks):
         chosen.append((module, _how(name, way, module._parameters[name], turned, size)))
     if not chosen:
         raise AutoparError(f"{type(model).__name__} has no linear layer whose weight could be stored as {way}")
@@ -169,9 +171,9 @@ def store_weights(
 
 def stacks_in(
     model: nn.Module, leave: Sequence[str] = (), stacks: Mapping[str, str] = MappingProxyType({})
-) -> list[tuple[Any, str, bool]]:
+) -> list[tuple[Any, str, bool, str]]:
     """The parameters that are experts on top of each other, as transformers has them and as `stacks` names them: the
-    module, the parameter's name in it, and whether its matrices are [in, out].
+    module, the parameter's name in it, whether its matrices are [in, out], and its full name.
 
     Raises:
         AutoparError: `stacks` names no such parameter, or says something else of how they lie.
@@ -189,7 +191,7 @@ def stacks_in(
             if any(fnmatch.fnmatchcase(each, pattern) for each in (path, full) for pattern in leave):
                 continue
             if said or name in known:
-                found.append((module, name, stacks[said[0]] == LIES[1] if said else known[name]))
+                found.append((module, name, stacks[said[0]] == LIES[1] if said else known[name], full))
     if unmet or not set(stacks.values()) <= set(LIES):
         raise AutoparError(
             "there are no such experts" if unmet else "matrices of experts cannot lie so",

@@ -58,7 +58,9 @@ Cache = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option("--weights", help="How weights are stored: int8, int4, mxfp4, fp8, fp8-tensor, fp8-block, or as in FOLDER."),
+    typer.Option(
+        "--weights", help="How weights are stored: int8, int4, mxfp4, fp8, fp8-tensor, fp8-block, or as in FOLDER."
+    ),
 ]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]

@@ -188,7 +188,7 @@ _register(
 _EXPERTS = "Tensor x, Tensor indices, Tensor weights, Tensor first, Tensor second"
 _LAYOUT = "*, str act, bool gated=True, bool interleaved=False, bool transposed=False, int start=0"
 _register(
-    f"experts({_EXPERTS}, Tensor? bias=None, {_LAYOUT}, str storage=\"\", Tensor? first_scales=None, "
+    f'experts({_EXPERTS}, Tensor? bias=None, {_LAYOUT}, str storage="", Tensor? first_scales=None, '
     "Tensor? second_scales=None, Tensor? first_zeros=None, Tensor? second_zeros=None) -> Tensor",
     experts,
     lambda x, *_, **__: x.new_empty(x.shape),

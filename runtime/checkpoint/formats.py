@@ -312,11 +312,11 @@ class _OfTorch:
 def as_held(weights: Mapping[str, Weight], model_type: str) -> dict[str, Weight]:
     """Under the names and in the form in which transformers' model holds them: experts on top of each other."""
     made = made_of(model_type, weights)
-    return {name: weights[each.parts[0][0]] if not each.is_stack else _stacked(weights, each.parts)
+    return {name: weights[each.parts[0][0]] if not each.is_stack else stacked(weights, each.parts)
             for name, each in made.items()}  # fmt: skip
 
 
-def _stacked(weights: Mapping[str, Weight], parts: tuple[tuple[str, ...], ...]) -> Weight:
+def stacked(weights: Mapping[str, Weight], parts: tuple[tuple[str, ...], ...]) -> Weight:
     """[E, k · rows, …] of `k` parts of `E` weights [rows, …]."""
     first = weights[parts[0][0]]
     rows = [weights[names[0]].shape[0] for names in parts]

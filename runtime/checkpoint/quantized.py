@@ -42,7 +42,7 @@ Range = tuple[int, int]
 
 
 def has_codes(names: Iterable[str]) -> bool:
-    """Whether a checkpoint with these names has weights as codes."""
+    """Whether a checkpoint with these names has weights of linear layers as codes."""
     return any(name.endswith(_MARKS) for name in names)
 
 
@@ -76,8 +76,15 @@ class Packed:
             raise self._refused("its groups are of several sizes")
         return groups.argsort(stable=True).argsort()
 
-    def how(self, turned: bool) -> StoredWeight:
-        """As a model keeps it. turned: its module has the weight as [in, out]."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it is as a weight: that of its scales."""
+        return self._scale.dtype
+
+    def how(self, turned: bool, by_row: bool = False) -> StoredWeight:
+        """As a model keeps it. turned: its module has the weight as [in, out]. by_row: with a scale for each output
+        where all have one, so that it may lie beside others.
+        """
         outputs, inputs = self.shape
         rows, columns = self.block
         if self.kind != "plain":
@@ -85,7 +92,7 @@ class Packed:
             return StoredWeight("weight", way, self.shape, cut, dims, turned, self.order is not None)
         way = "int8" if self.parts["weight"].dtype == torch.int8 else "fp8"
         if (rows, columns) in ((1, inputs), (outputs, inputs)):
-            is_one = rows > 1
+            is_one = rows > 1 and not by_row
             name = f"{way}-tensor" if is_one else way
             return StoredWeight("weight", name, self.shape, self.shape, (0, 1) if is_one else (1,), turned)
         rows, columns = math.gcd(rows, outputs), math.gcd(columns, inputs)  # a last block may be cut
@@ -160,6 +167,8 @@ class Packed:
             return self._grouped(part, box)
         if len(how.cut) == 2:
             outs, ins = _ranges(box)
+            if part == "scales" and how.dims == (1,) and self.block[0] > 1:
+                return self.scales((0, 1), (0, 1)).expand(outs[1] - outs[0], 1)
             if part == "scales":
                 return self.scales(outs, ins).to(self._scale.dtype)
             return _as_bytes(self.codes(outs, ins))
@@ -222,12 +231,16 @@ def packed_of(weights: Mapping[str, Weight], folder: Path) -> dict[str, Packed]:
 
 
 def held(
-    weights: Mapping[str, Weight], folder: Path, kept: Mapping[str, StoredWeight], turned: Collection[str] = ()
+    weights: Mapping[str, Weight],
+    packed: Mapping[str, Packed],
+    folder: Path,
+    kept: Mapping[str, StoredWeight],
+    turned: Collection[str] = (),
 ) -> dict[str, Weight]:
-    """The weights of a checkpoint under names of models. kept: of weights that the model keeps as codes, by their names
-    in the checkpoint; others are whole. turned: those that it has as [in, out].
+    """The weights of a checkpoint under names of models. packed: which of them are codes (`packed_of`). kept: of
+    weights that the model keeps as codes, by their names in the checkpoint; others are whole. turned: those that it has
+    as [in, out].
     """
-    packed = packed_of(weights, folder)
     used = {f"{name.removesuffix('weight')}{part}" for name, each in packed.items() for part in each.parts}
     found = {name: each for name, each in weights.items() if name not in used}
     for name, each in packed.items():

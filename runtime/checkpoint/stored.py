@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.conversion import has_table, made_of
+from autopar.base.huggingface.experts import stacks_of
 from autopar.base.stored_weights import StoredWeight, how_stored, is_turned
 from autopar.base.torch_compat.distributed import local_boxes, local_tensor
-from autopar.runtime.checkpoint import pretrained, quantized
+from autopar.runtime.checkpoint import coded_stacks, pretrained, quantized
 from autopar.runtime.checkpoint.boxes import Box, whole_of
 from autopar.runtime.checkpoint.formats import Weight, as_held, weights_of
 
@@ -37,7 +38,7 @@ def load_pretrained(
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     model_type = model_type if isinstance(model_type, str) else ""
     stored = pretrained.files_by_name(path)
-    is_coded = quantized.has_codes(stored)
+    is_coded = quantized.has_codes(stored) or any(name.endswith(coded_stacks.BLOCKS) for name in stored)
     if not is_coded:
         if not model_type or not path.is_dir() or not has_table(model_type):
             pretrained.load_pretrained(model, path, device, elsewhere)
@@ -84,12 +85,34 @@ def _read_codes(weights: Mapping[str, Weight], path: Path, model: nn.Module, mod
     """The same with codes as the model has them, or as weights."""
     kept: dict[str, StoredWeight] = {}
     turned: set[str] = set()
-    names = {name: each.parts[0][0] for name, each in made_of(model_type, quantized.packed_of(weights, path)).items()}
+    packed, blocks = quantized.packed_of(weights, path), coded_stacks.blocks_of(weights)
+    made = made_of(model_type, [*packed, *blocks])
+    stacks: dict[str, Weight] = {}
+    used: set[str] = set()
     for prefix, module in model.named_modules():
-        name = names.get(f"{prefix}.weight")
-        how = how_stored(module)
-        if name is not None and how is not None:
-            kept[name] = how
-        elif name is not None and is_turned(module):
-            turned.add(name)
-    return quantized.held(weights, path, kept, turned)
+        found = made.get(f"{prefix}.weight")
+        if found is not None and not found.is_stack:
+            name = found.parts[0][0]
+            if "weight" in how_stored(module):
+                kept[name] = how_stored(module)["weight"]
+            elif is_turned(module):
+                turned.add(name)
+        for own, is_in_out in _stacks_of(module).items():
+            found = made.get(f"{prefix}.{own}")
+            how = how_stored(module).get(own)
+            if found is not None and not found.is_stack and found.parts[0][0] in blocks:
+                name = found.parts[0][0]
+                stacks |= coded_stacks.held(blocks[name], how, is_in_out)
+                used |= {f"{name}{coded_stacks.BLOCKS}", f"{name}{coded_stacks.SCALES}"}
+            elif found is not None and how is not None:
+                parts = coded_stacks.stack(how, found.parts, packed)
+                stacks |= {f"{prefix}.{own}_{part}": each for part, each in parts.items()}
+                used |= {name for names in found.parts for name in names}
+    found_weights = quantized.held(weights, packed, path, kept, turned)
+    return {name: each for name, each in found_weights.items() if name not in used} | stacks
+
+
+def _stacks_of(module: nn.Module) -> dict[str, bool]:
+    """Experts on top of each other, kept as codes or as they are, and whether their matrices are [in, out]."""
+    held = {name: how.turned for name, how in how_stored(module).items() if how.experts}
+    return stacks_of(module) | held

@@ -54,8 +54,8 @@ def _parameters(call: OpCall) -> tuple[str, str, str]:
 
 
 def _codes(call: OpCall) -> tuple[str, str, str, str]:
-    """Of parameters that are codes: the dims of both, of the bias, and of scales and zeros behind it; and marks. Features
-    that stay together are a factor of their own: `u` in a plain dim, `m` or `v` pieces of a dim that is cut.
+    """Of parameters that are codes: the dims of both, of the bias, and of scales and zeros behind it; and marks.
+    Features that stay together are a factor of their own: `u` in a plain dim, `m` or `v` pieces of a dim that is cut.
     """
     shapes = [operand.shape for operand in call.operands]
     cut = Cut.of(str(call.arg("storage")), shapes[3], shapes[4], shapes[0][-1], bool(call.arg("gated")))

@@ -17,6 +17,7 @@ from tests.unit.rules.tensors import (
     BATCH,
     BIASED,
     CODED,
+    CODED_EXPERTS,
     CODED_PIECES,
     CTC,
     CTC_TARGETS,
@@ -112,7 +113,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.rnn_grad.default": [
         (r(5, 4, 8), r(4, 8), *given) for given in ((*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu"))
     ],
-    "autopar.experts.default": [forward for forward, _ in EXPERTS],
+    "autopar.experts.default": [*(forward for forward, _ in EXPERTS), *CODED_EXPERTS],
     "autopar.experts_grad.default": [back for forward, back in EXPERTS if len(forward) == 6],
     "autopar.experts_grad_bias.default": [back for forward, back in EXPERTS if len(forward) == 7],
     "autopar.ctc_loss.default": [(CTC, *CTC_TARGETS), (CTC, *CTC_TARGETS, 2, True)],

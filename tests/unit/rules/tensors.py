@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar import operators as ops
 from autopar.base.codes import STORAGES
+from autopar.base.stored_weights import StoredWeight
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -64,6 +65,25 @@ def chosen(gated: bool, transposed: bool, *bias: Tensor, **options: Any) -> tupl
     return (*operands, layout), (r(8, 6), *operands, layout)
 
 
+def coded_experts(way: str, block: int, *bias: Tensor, **layout: Any) -> tuple[Any, ...]:
+    """A sample of experts that are codes: 8 tokens, two of four experts of width 16 each; block: what shares a scale."""
+    operands: list[Tensor] = [r(8, 8), i(4, 8, 2), r(8, 2)]
+    parts: dict[str, Tensor] = {}
+    cut: tuple[int, ...]
+    dims: tuple[int, ...]
+    for name, out, inputs in (("first", 32 if layout.get("gated", True) else 16, 8), ("second", 8, 16)):
+        cut, dims = (out, inputs), (0, 1) if way.endswith("tensor") else (1,)
+        if way.endswith("block"):
+            cut, dims = (out // block, block, inputs // block, block), (1, 3)
+        elif block:
+            cut, dims = (out, inputs // block, block), (2,)
+        held = StoredWeight(name, way, (out, inputs), cut, dims, turned=False, experts=4).encode(r(4, out, inputs))
+        operands.append(held["codes"])
+        parts |= {f"{name}_{part}": value for part, value in held.items() if part != "codes"}
+    parts = dict(sorted(parts.items(), key=lambda each: each[0].partition("_")[2]))
+    return (*operands, *bias, {**layout, "storage": way.partition("-")[0], **parts})
+
+
 def attended(*operands: Any) -> list[tuple[Any, ...]]:
     """The samples of attention's forward, and its backward, for the same operands and options (the last of them)."""
     *tensors, options = operands
@@ -102,6 +122,15 @@ CODED = [
 CODED_PIECES = [
     coded("int8", Q, K8, V8, MASK8, {"scale": 0.3, "group": 2, "count": 4}),
     coded("int4", Q, K8, V8, None, KEYS8, {"scale": 0.3, "count": 2, "left": 2, "right": 1}),
+]  # fmt: skip
+
+
+ACT = {"act": "mul(silu(gate), up)"}
+CODED_EXPERTS = [
+    coded_experts("int8", 0, **ACT), coded_experts("fp8-tensor", 0, act="relu(gate)", gated=False),
+    coded_experts("int4", 4, r(4, 32), **ACT), coded_experts("mxfp4", 4, r(4, 32), interleaved=True, **ACT),
+    coded_experts("fp8-block", 4, **ACT), coded_experts("fp8-block", 2, interleaved=True, **ACT),
+    coded_experts("int4-zero", 4, **ACT), coded_experts("int8-zero", 8, act="relu(gate)", gated=False),
 ]  # fmt: skip
 
 
