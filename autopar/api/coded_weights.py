@@ -48,10 +48,10 @@ def store_weights(
         way: "int8" (a scale for each output), "int4" and "mxfp4" (for every `group` inputs of an output), "fp8" (e4m3,
             for each output), "fp8-tensor" (one, for each expert), "fp8-block" (for 128 × 128).
         like: instead, a folder of safetensors: layers and experts hold codes where it has codes, in the same groups or
-            blocks (AWQ, GPTQ and compressed-tensors of 4 or 8 bits, float8 and int8 with scales, gpt-oss's MX blocks). Of a model on meta names and
-            shapes are read, and its values come with `compiled.load_pretrained`; another one has the checkpoint's
-            weights then, all of them. What it computes is what codes and scales say: where a tool rounds activations,
-            too, this does not.
+            blocks (AWQ, GPTQ and compressed-tensors of 4 or 8 bits, float8 and int8 with scales, gpt-oss's MX blocks).
+            Of a model on meta names and shapes are read, and its values come with `compiled.load_pretrained`; another
+            one has the checkpoint's weights then, all of them. What it computes is what codes and scales say: where a
+            tool rounds activations, too, this does not.
         group: of int4 (128) and mxfp4 (32). Where it does not divide a layer's inputs, a row is one group (of int8 if
             they are odd); where 128 does not divide both sides of a weight, it has a scale for each output.
         leave: names of modules that stay as they are, with `*` and `?`.

@@ -118,9 +118,11 @@ class _E2M1(Storage):
         scales = torch.ldexp(torch.ones_like(wide[..., :1]).expand_as(exponents), (exponents - 4).clamp(min=-100))
         steps = (wide / scales).abs()
         # In the middle of two the one with an even code.
-        codes = sum((steps > middle).to(torch.uint8) for middle in (0.5, 2.5, 5.0, 10.0))
-        codes = codes + sum((steps >= middle).to(torch.uint8) for middle in (1.5, 3.5, 7.0))
-        codes = codes | (wide < 0).to(torch.uint8) << 3
+        codes = (wide < 0).to(torch.uint8) << 3
+        for middle in (0.5, 2.5, 5.0, 10.0):
+            codes = codes + (steps > middle).to(torch.uint8)
+        for middle in (1.5, 3.5, 7.0):
+            codes = codes + (steps >= middle).to(torch.uint8)
         return codes[..., ::2] | codes[..., 1::2] << 4, scales.to(x.dtype)
 
     def _read(self, codes: Tensor) -> Tensor:

@@ -298,11 +298,11 @@ def _how(name: str, way: str, weight: Tensor, turned: bool, group: int) -> Store
     shape, experts = (outputs, inputs), weight.shape[0] if weight.dim() == 3 else 0
     if way in GROUPS:
         size = group if inputs % group == 0 else inputs
-        cut = (outputs, inputs // size, size)
-        return StoredWeight(name, way if size % 2 == 0 else "int8", shape, cut, (2,), turned, experts=experts)
+        groups = (outputs, inputs // size, size)
+        return StoredWeight(name, way if size % 2 == 0 else "int8", shape, groups, (2,), turned, experts=experts)
     if way == "fp8-block" and outputs % BLOCK == 0 and inputs % BLOCK == 0:
-        cut = (outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
-        return StoredWeight(name, way, shape, cut, (1, 3), turned, experts=experts)
+        blocks = (outputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
+        return StoredWeight(name, way, shape, blocks, (1, 3), turned, experts=experts)
     dims = (0, 1) if way == "fp8-tensor" else (1,)
     return StoredWeight(name, way, shape, shape, dims, turned, experts=experts)
 
