@@ -186,10 +186,11 @@ def _decoded(numbers: fx.Node) -> _Codes | None:
             for zeros in (None, *(each for each in sources if each not in (codes, scales))):
                 if zeros is not None and (dtype_of(zeros) != torch.uint8 or dtype_of(codes) != torch.uint8):
                     continue
-                pattern = _decoding(storage, *map(_like, (codes, scales, *([] if zeros is None else [zeros]))))
+                given = [codes, scales] if zeros is None else [codes, scales, zeros]
+                pattern = _decoding(storage, *map(_like, given))
                 own = [node for node in pattern.nodes if node.op == "placeholder"]
                 output = next(node for node in pattern.nodes if node.op == "output")
-                found = dict(zip(own, (codes, scales, *([] if zeros is None else [zeros])), strict=True))
+                found: dict[fx.Node, fx.Node] = dict(zip(own, given, strict=True))
                 if is_alike(output.args[0], numbers, found):
                     return _Codes(storage, codes, scales, zeros)
     return None

@@ -113,7 +113,7 @@ class _E2M1(Storage):
     __slots__ = ()
 
     def encode(self, x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x if x.dtype == torch.float64 else x.float()
         exponents = torch.frexp(wide.abs().amax(dims, keepdim=True))[1]
         scales = torch.ldexp(torch.ones_like(wide[..., :1]).expand_as(exponents), (exponents - 4).clamp(min=-100))
         steps = (wide / scales).abs()

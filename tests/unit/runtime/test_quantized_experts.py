@@ -31,7 +31,8 @@ def mixtral(dtype: torch.dtype = torch.float32) -> Any:
         hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS, num_experts_per_tok=2, vocab_size=32,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
-    return transformers.MixtralForCausalLM(config).to(dtype).eval()
+    model: Any = transformers.MixtralForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 def saved(kind: str, folder: Path) -> Any:
