@@ -29,7 +29,7 @@ from autopar.ir.nodes import argument, copy_graph, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.hardware import Hardware
-from autopar.operators.experts import Cut
+from autopar.operators.coded_experts import Cut
 from autopar.passes.alike import is_alike
 
 _aten, _own = torch.ops.aten, torch.ops.autopar

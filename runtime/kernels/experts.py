@@ -5,7 +5,8 @@ two rows a token (`window_rows`), what they are between the products and behind 
 backward (1 + G) F + D; where there are more rows, [T, D] sums in float32, too. Results are the same from run to run: no
 program adds to what another one writes.
 
-Numbers that kernels do not have (float64, codes) and empty tensors go to the PyTorch reference, autopar/operators/experts.py.
+Numbers that kernels do not have (float64, codes) and empty tensors go to the PyTorch reference,
+autopar/operators/experts.py.
 """
 
 from __future__ import annotations

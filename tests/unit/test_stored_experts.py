@@ -17,6 +17,8 @@ from autopar.base.stored_weights import WAYS, stored_modules
 from autopar.cost.local_work import local_work
 from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.region import NodeStrategy
+from autopar.operators.coded_experts import Held, of_few
+from autopar.operators.expert_layout import Layout
 from autopar.operators.rules.lookup import rule_for
 from tests.unit.rules.tensors import CODED_EXPERTS
 from tests.unit.tiers import mostly_slow
@@ -107,6 +109,17 @@ def test_experts_that_are_chosen_are_decoded(sample: tuple[Any, ...]) -> None:
     plain = {name: value for name, value in said.items() if name in ("act", "gated", "interleaved")}
     want = torch.ops.autopar.experts(x, indices, weights, *matrices, *bias, **plain)
     assert torch.equal(torch.ops.autopar.experts(x, indices, weights, first, second, *bias, **said), want)
+    layout = Layout(said["act"], said.get("gated", True), said.get("interleaved", False), False)
+    total = torch.zeros_like(want)
+    for start in (0, 2):  # each rank has two experts
+        here = slice(start, start + 2)
+        held = [
+            Held(said["storage"], codes[here], said[f"{name}_scales"][here], zeros if zeros is None else zeros[here])
+            for name, codes in (("first", first), ("second", second))
+            for zeros in (said.get(f"{name}_zeros"),)
+        ]
+        total += of_few(x, indices, weights, *held, bias[0][here] if bias else None, layout, start)
+    torch.testing.assert_close(total, want, rtol=1e-12, atol=1e-12)
     spoilt = {name: value.index_fill(0, torch.tensor([2]), torch.nan) if name.endswith("scales") else value
               for name, value in said.items()}  # fmt: skip
     others = indices.masked_fill(indices == 2, 3)

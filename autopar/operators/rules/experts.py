@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.base.codes import STORAGES_OF_WEIGHTS
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule
-from autopar.operators.experts import Cut
+from autopar.operators.coded_experts import Cut
 from autopar.operators.rules.registry import bind, rule
 
 EXPERTS_BACKWARD = 8 / 3
