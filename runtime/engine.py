@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -122,6 +123,7 @@ class Engine:
         self.precision: torch.dtype | None = None
         self.cache_maker: Any = None  # (rows, length, device, encoded) -> a cache; .length(length): that can be cut
         self.prefill_chunk: int | None = None  # tokens of a prompt in one call, where generate() does not say it
+        self.generating: weakref.ref[Any] | None = None  # the latest generate(), while it runs
         self.planned_forward: Callable[..., Any] | None = None
         self.first_times = FirstTimes(self.comm)
         self._known: dict[str, nn.Parameter] = {}
@@ -206,7 +208,8 @@ class Engine:
         self._num_forwards += 1
         self.finish_recording()
         with torch.no_grad():
-            seen = repeat.run(leaves, states, state, self._scalar)
+            during = None if self.generating is None else self.generating()
+            seen = repeat.run(leaves, states, state, self._scalar, during)
         self.repeats.limit_graphs()
         if repeat.executable.interface.granted:
             self.granted.ask(repeat.executable.interface.granted, seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -455,8 +456,11 @@ def _compiled_class(original: Any) -> type[Any]:
         def chunk(self: CompiledModule) -> int | None:
             return self.autopar.prefill_chunk
 
+        def begun(self: CompiledModule, call: Any) -> None:
+            self.autopar.generating = weakref.ref(call)
+
         namespace["_prepare_cache_for_generation"] = generating(
-            original._prepare_cache_for_generation, make, without, chunk, whole
+            original._prepare_cache_for_generation, make, without, chunk, whole, begun
         )
         namespace["create_masks_for_generate"] = spelled_out(original)
     if hasattr(original, "resize_token_embeddings"):

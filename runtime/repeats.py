@@ -3,6 +3,9 @@ for that one (the program, where inputs go and outputs come from, how they lie) 
 
     kind of the batch, model as it was ──► this rank's pieces ──► the program (or its graph) ──► the model's output
 
+Where such calls follow one another in one `generate()`, caches that one of them made are written in place by the next
+(`in_place.py`): nobody else has them.
+
 All that is left out is what gives the same again: nothing that ranks tell each other is. Anything that is otherwise
 than in that call (a module in another mode, a parameter in another's place, a cache that lies otherwise) is no repeat.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +32,7 @@ from autopar.runtime.agreement import Call
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.executable import Executable
 from autopar.runtime.graphs import Capture, Graph, Run, StateUses, cuda_graph
+from autopar.runtime.in_place import InPlace
 from autopar.runtime.layout import in_blocks
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import seed_of
@@ -141,8 +146,8 @@ class _Source:
 class Repeat:
     """A kind of call. compared: the inputs whose values ranks compare. specs: how outputs lie, None of numbers.
     named: this rank's parameters, with how they lie. kind, fields: of the model's output, and the places of outputs in
-    it; None where it is no plain structure of these. capture: what makes a graph of the program. states: of a program
-    that may be one, its inputs that are states, with the places of the outputs that they become. cut: the inputs of
+    it; None where it is no plain structure of these. capture: what makes a graph of the program, where it may be one.
+    states: its inputs that are states, with the places of the outputs that they become. cut: the inputs of
     which the program takes a part or casts; stand_ins: for those of which this rank has its piece.
     """
 
@@ -168,6 +173,8 @@ class Repeat:
     _num_runs: int = 0
     _written: frozenset[str] = frozenset()
     _graph: Graph | None = None
+    _in_place: InPlace | None = None
+    _handed: tuple[weakref.ref[Any], dict[str, weakref.ref[Any]]] | None = None
 
     def states_of(self, leaves: Mapping[str, Any]) -> dict[str, list[Any]] | None:
         """The states of the call's caches, by argument; None where one lies otherwise than in the call before."""
@@ -228,9 +235,9 @@ class Repeat:
 
     def run(
         self, leaves: Mapping[str, Any], states: Mapping[str, list[Any]], state: Tensors,
-        as_number: Callable[[Tensor], Tensor],
+        as_number: Callable[[Tensor], Tensor], during: object | None = None,
     ) -> list[Any]:  # fmt: skip
-        """The program's outputs, as the user has them."""
+        """The program's outputs, as the user has them. during: the `generate()` that calls, while it runs."""
         inputs = self.inputs(leaves, states)
 
         def forward(given: Tensors) -> Sequence[Tensor]:
@@ -241,20 +248,46 @@ class Repeat:
             with StateUses({name: inputs[name] for name in self.states}) as uses:
                 values = forward(inputs)
             self._written = uses.only_written()
-            return self.seen(values, as_number, {})
-        addresses = [x.data_ptr() for x in state.values()] if self.states else []
-        is_elsewhere = self._graph is not None and self._graph.addresses != addresses
-        if self.states and (self._num_runs == 2 or is_elsewhere):
-            self._graph = self._captured(forward, inputs, addresses)
-        graph = self._graph
-        if graph is None or not graph.fits(inputs, addresses):
-            return self.seen(forward(inputs), as_number, {})
-        values = graph(inputs)
+            return self._handed_out(self.seen(values, as_number, {}), during)
         given = {source.entry.name: states[source.argument][source.state] for source in self.sources
                  if source.state is not None and source.entry is not None}  # fmt: skip
-        same = {place: given[name] for name, place in self.states.items() if graph.has_out(name, given[name])}
-        seen = self.seen(values, as_number, same)
-        graph.hand_out(seen)
+        graph = self._graph_for(forward, inputs, state)
+        if graph is not None:
+            values = graph(inputs)
+            same = {place: given[name] for name, place in self.states.items() if graph.has_out(name, given[name])}
+            seen = self.seen(values, as_number, same)
+            graph.hand_out(seen)
+            return seen
+        if not self._may_write(given, during):
+            return self._handed_out(self.seen(forward(inputs), as_number, {}), during)
+        self._in_place = self._in_place or InPlace(self.program)
+        values = self._in_place(self.comm, state, inputs, self.seed, self._written)
+        same = {self.states[name]: given[name] for name in self._written}
+        return self._handed_out(self.seen(values, as_number, same), during)
+
+    def _graph_for(self, forward: Run, inputs: Tensors, state: Tensors) -> Graph | None:
+        """What the program is on these inputs, where it may be a graph."""
+        if self.capture is None or not self.states:
+            return None
+        addresses = [x.data_ptr() for x in state.values()]
+        is_elsewhere = self._graph is not None and self._graph.addresses != addresses
+        if self._num_runs == 2 or is_elsewhere:
+            self._graph = self._captured(forward, inputs, addresses)
+        return self._graph if self._graph is not None and self._graph.fits(inputs, addresses) else None
+
+    def _may_write(self, given: Mapping[str, Any], during: object | None) -> bool:
+        """Whether the states that could be written in place are those that the call before made, in the same
+        `generate()`: it has no other use for them.
+        """
+        if during is None or self._handed is None or not self._written or not self.program.source:
+            return False
+        made_during, handed = self._handed
+        return made_during() is during and all(handed[name]() is given[name] for name in self._written)
+
+    def _handed_out(self, seen: list[Any], during: object | None) -> list[Any]:
+        if during is not None and self._written:
+            states = {name: weakref.ref(seen[self.states[name]]) for name in self._written}
+            self._handed = (weakref.ref(during), states)
         return seen
 
     def _captured(self, forward: Run, inputs: Tensors, addresses: Sequence[int]) -> Graph | None:
@@ -361,7 +394,7 @@ def repeat_of(
         buffers, comm, seed_of(0, 0, comm.device), type(output), fields,
         [getattr(each, "_gather_first", None) for each in outputs],
         [getattr(each, "_choose_first", None) for each in outputs],
-        capture, _states(sources, fields) if may_capture and stand_ins else {}, cut, stand_ins,
+        capture if may_capture else None, _states(sources, fields) if stand_ins else {}, cut, stand_ins,
     )  # fmt: skip
 
 

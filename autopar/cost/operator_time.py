@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from autopar.cost import exchanges, rings
+from autopar.cost.coded import coded_seconds
 from autopar.cost.fusion import fused_seconds
 from autopar.cost.local_work import local_work
 from autopar.cost.roofline import Work, compute_time_s
@@ -49,18 +50,20 @@ def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh)
 
 def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
     """Seconds that each operator of a placed region computes. Where the hardware's regions are compiled, operators that
-    become one kernel share its time (`autopar.fusion`).
+    become one kernel share its time (`autopar.fusion`); of an engine, products read weights that are codes as they are
+    (`autopar.cost.coded`).
     """
     alone = {name: operator_seconds(*region.ops[name], each, mesh) for name, each in region.strategies.items()}
-    if not mesh.hardware.compiled:
-        return alone
-    return fused_seconds(
-        region,
-        alone,
-        lambda name: operator_work(*region.ops[name], region.strategies[name], mesh),
-        lambda work: compute_time_s(work, mesh.hardware, in_step=True),
-        mesh.sizes,
-    )
+
+    def work(name: str) -> Work:
+        return operator_work(*region.ops[name], region.strategies[name], mesh)
+
+    def seconds(done: Work) -> float:
+        return compute_time_s(done, mesh.hardware, in_step=True)
+
+    if mesh.hardware.engine:
+        alone |= coded_seconds(region, mesh, work, seconds)
+    return fused_seconds(region, alone, work, seconds, mesh.sizes) if mesh.hardware.compiled else alone
 
 
 def operator_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:

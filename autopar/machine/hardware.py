@@ -54,6 +54,8 @@ class Hardware:
     launch_overhead_s: a kernel's floor; graph_kernel_s: that of one in a CUDA graph; None: not known. graphs: whether
     programs run as CUDA graphs, which write states in place (`in_graphs`). view_s: of an operator that moves nothing.
     All as they are among others.
+    engine: whether programs run as serving engines run them (`as_engine`). engine_step_s, engine_row_s: what such an
+    engine's host takes between two forwards, while the device waits, and what of it for each sequence (`between_s`).
     collective_busy: the part of a collective's time in which it takes the device from what computes, so that nothing
     is hidden behind it.
     node, network: the links between devices of one node, and between nodes, there of one network card.
@@ -102,6 +104,9 @@ class Hardware:
     expert_imbalance: float = 1.25
     graph_kernel_s: float | None = None
     graphs: bool = False
+    engine: bool = False
+    engine_step_s: float = 0.0
+    engine_row_s: float = 0.0
 
     def in_graphs(self) -> Hardware:
         """As a program runs that is a CUDA graph (`autopar.runtime.graphs`): kernels that nobody launches, states that
@@ -113,13 +118,21 @@ class Hardware:
 
     def as_engine(self) -> Hardware:
         """As serving engines (vLLM, TensorRT-LLM, SGLang) run a model: as CUDA graphs (`in_graphs`), with elementwise
-        operators fused, and with all-reduces in which ranks of a node read each other's memory (`Link.by_peers`).
+        operators fused, with all-reduces in which ranks of a node read each other's memory (`Link.by_peers`), with
+        products that read weights which are stored as codes as they are, and with a host between two forwards
+        (`between_s`).
         autopar's own programs have these things on one device, or not at all: it is for asking what a mesh is worth
         there.
         """
         node = replace(self.node, by_peers=self.node.peer_bandwidth_bytes_per_s is not None)
         name = self.name if self.name.endswith(":engine") else f"{self.name}:engine"
-        return replace(self.in_graphs(), node=node, compiled=True, name=name)
+        return replace(self.in_graphs(), node=node, compiled=True, engine=True, name=name)
+
+    def between_s(self, rows: float) -> float:
+        """Seconds between two forwards of so many sequences in which an engine's device waits for the host that chooses
+        what runs next; 0 for what is no engine, and for engines whose hosts choose while the device computes.
+        """
+        return self.engine_step_s + rows * self.engine_row_s if self.engine else 0.0
 
     def with_experts(self, imbalance: float | None) -> Hardware:
         """The profile with another `expert_imbalance`; None: as it is. Raises AutoparError for less than 1."""

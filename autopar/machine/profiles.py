@@ -171,6 +171,8 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         view_s=number("launch", "view_s") if "view_s" in read.table("launch") else 0.0,
         collective_busy=number("launch", "collective_busy") if "collective_busy" in read.table("launch") else 0.0,
         expert_imbalance=number("experts", "imbalance") if "imbalance" in read.table("experts") else 1.25,
+        engine_step_s=number("engine", "step_s") if "step_s" in read.table("engine") else 0.0,
+        engine_row_s=number("engine", "row_s") if "row_s" in read.table("engine") else 0.0,
     )
 
 

@@ -90,6 +90,8 @@ class Machine:
     """What a source says of its machine. profile: autopar's nearest; None: as in the profile (an assumption).
 
     network_gbit_per_s: of one GPU, one direction. power_limit_w: that the GPU was held to, watts; None: its own.
+    memory_reached_bytes_per_s: the most that its memory gives, as the source has it, in the place of the data sheet's
+    bandwidth times the profile's efficiency.
     """
 
     profile: str
@@ -98,6 +100,7 @@ class Machine:
     network_gbit_per_s: float | None = None
     memory_bytes: float | None = None
     memory_bandwidth_bytes_per_s: float | None = None
+    memory_reached_bytes_per_s: float | None = None
     power_limit_w: float | None = None
 
 

@@ -47,12 +47,15 @@ def machine_of(stated: Machine) -> Hardware:
         wire = tomllib.loads(text)["network"]["bandwidth_bytes_per_s"]
         ratio = stated.network_gbit_per_s * 1e9 / 8 / wire
         network = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * ratio)
+    bandwidth = stated.memory_bandwidth_bytes_per_s or profile.memory_bandwidth_bytes_per_s
+    if stated.memory_reached_bytes_per_s is not None:
+        bandwidth = stated.memory_reached_bytes_per_s / profile.efficiency["memory"]
     return replace(
         profile,
         devices_per_node=stated.gpus_per_node,
         network=network,
         memory_bytes=int(stated.memory_bytes or profile.memory_bytes),
-        memory_bandwidth_bytes_per_s=stated.memory_bandwidth_bytes_per_s or profile.memory_bandwidth_bytes_per_s,
+        memory_bandwidth_bytes_per_s=bandwidth,
         power_limit_w=stated.power_limit_w,
     )
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.runtime import repeats
 from autopar.runtime.graphs import Work
+from autopar.runtime.in_place import InPlace
 from tests.dist import generation
 
 
@@ -72,10 +73,38 @@ def tokens(name: str, way: str) -> tuple[dict[str, list[list[int]]], int]:
         return found, _num_runs(compiled)
 
 
-def kept_by_a_script() -> list[bool]:
+def kept_by_a_script(way: str) -> list[bool]:
     """What a script keeps of one run is as it was after others: its cache, logits of every token."""
-    with as_graphs("graphs"):
+    with as_graphs(way):
         return _kept_by_a_script()
+
+
+def written_in_place() -> tuple[list[int], bool]:
+    """How many of the calls in each of two runs wrote their caches in place, and whether a run is over when it is: a
+    cache that is taken up again stays as it was, and gives the same twice.
+    """
+    model, prompt = generation.model_and_prompt("qwen2")
+    compiled, plain = _compiled(model), InPlace.__call__
+    counts: list[int] = []
+
+    def counted(self: InPlace, *given: Any, **named: Any) -> Sequence[Tensor]:
+        counts[-1] += 1
+        return plain(self, *given, **named)
+
+    InPlace.__call__ = counted  # type: ignore[method-assign]
+    said: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    try:
+        counts.append(0)
+        compiled.generate(**prompt, **said)
+        counts.append(0)
+        first = compiled.generate(**prompt, **said, return_dict_in_generate=True)
+        assert compiled.autopar.generating() is None
+        counts.append(0)
+        longer = torch.cat([first.sequences, prompt["input_ids"]], 1)
+        found = [compiled.generate(longer, past_key_values=first.past_key_values, **said) for _ in range(2)]
+    finally:
+        InPlace.__call__ = plain  # type: ignore[method-assign]
+    return counts[:2], torch.equal(*found)
 
 
 def _kept_by_a_script() -> list[bool]:

@@ -23,10 +23,21 @@ def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> Non
 
 
 @pytest.mark.slow
-def test_what_a_script_keeps_is_not_written() -> None:
-    """Breaks if a graph writes into a cache of an earlier run that somebody holds, or hands out its own logits."""
-    for found in launch(repeats.kept_by_a_script, 1, timeout_s=240.0):
+@pytest.mark.parametrize("way", ["graphs", "plain"])
+def test_what_a_script_keeps_is_not_written(way: str) -> None:
+    """Breaks if a graph, or a program that writes in place, writes into a cache of an earlier run that somebody holds,
+    or hands out its own logits.
+    """
+    for found in launch(repeats.kept_by_a_script, 1, way, timeout_s=240.0):
         assert all(found)
+
+
+@pytest.mark.slow
+def test_caches_are_written_in_place_within_one_call() -> None:
+    """Breaks if tokens copy their caches, or if a cache that is taken up again is written by what takes it up."""
+    for counts, same in launch(repeats.written_in_place, 2, timeout_s=240.0):
+        assert counts == [5, 6]  # of 7 tokens behind the prompt: what is new is looked up, and then looked at, once
+        assert same
 
 
 @pytest.mark.slow

@@ -223,6 +223,10 @@ def with_states(cache: Any, values: Mapping[str, Tensor], name: str) -> Any:
     return cache.after(values[f"{name}.{number}"] for number in range(len(cache.states())))
 
 
+class _Call:
+    """A call of `generate()`, while it runs."""
+
+
 Maker = Callable[[Any, int, int, Tensor | None], Any]
 """(model, batch, length, what its encoder gave) -> a cache."""
 
@@ -233,12 +237,13 @@ def generating(
     without: Callable[[Any], None] = lambda model: None,
     chunk: Callable[[Any], int | None] = lambda model: None,
     whole: Callable[[Any, int], int] = lambda model, length: length,
+    begun: Callable[[Any, Any], None] = lambda model, call: None,
 ) -> Callable[..., None]:
     """`_prepare_cache_for_generation` of a compiled model, which gives `generate()` a cache of ours.
 
     original: the model's own. without: called with the model where no cache is wanted; may raise. chunk: of the model,
     the tokens of a prompt in one call, where the call does not say it. whole: of the model, the least length of a cache
-    from another on that may be cut.
+    from another on that may be cut. begun: called with the model and what lives as long as this call of `generate()`.
     """
 
     def prepare(
@@ -255,6 +260,8 @@ def generating(
                 remedy="leave it out: compiled.generate() makes its own cache, of fixed length",
             )
         config.disable_compile = True  # it is compiled
+        config._autopar_call = call = _Call()  # the configuration is this call's own copy
+        begun(self, call)
         if config.prefill_chunk_size is None:
             config.prefill_chunk_size = chunk(self)
         rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)

@@ -70,6 +70,9 @@ class HardwareRow(TypedDict):
     expert_imbalance: NotRequired[float]
     graph_kernel_s: NotRequired[float | None]
     graphs: NotRequired[bool]
+    engine: NotRequired[bool]
+    engine_step_s: NotRequired[float]
+    engine_row_s: NotRequired[float]
 
 
 class TensorRow(TypedDict):

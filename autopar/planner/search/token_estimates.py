@@ -85,7 +85,8 @@ class TokenEstimator:
             return None
         taken = {name: self._with_stages(phase, point) for name, phase in phases.items()}
         peak = max(size for _, size, _ in taken.values())
-        first_s, then_s = (taken[name][0] for name in ("prefill", "decode"))
+        between_s = self.cluster.hardware.between_s(rows * point.dp * point.ep)
+        first_s, then_s = (taken[name][0] + between_s for name in ("prefill", "decode"))
         return TokenCandidate(
             point, batch, self.generation.new_tokens, self.generation.chunks * first_s, then_s, peak,
             taken["decode"][2], peak <= self.limit_bytes,

@@ -1,0 +1,70 @@
+"""A program that writes into states where its text asks for a copy of them that is written: where nobody else has them.
+
+    keys = aten.index_copy(past_key_values_0, 2, at, new)     a copy of the cache of a layer, for every token
+                                                        →     the same memory, with the token in it
+
+The text is run a second time as a module of its own, in which the operators that write are others; what it says and
+gives is the same. Whose states these are, `repeats.py` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import operators
+from autopar.ir.graphs import CACHES
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.loader import LoadedProgram, Tensors, load_program
+
+
+class InPlace:
+    """A program over some states of its own. Raises AutoparError as `load_program` does."""
+
+    def __init__(self, program: LoadedProgram) -> None:
+        self._own = load_program(program.source, program.filename)
+        self._written: set[int] = set()
+        namespace = self._own.namespace
+        for name, with_writes in (("aten", _Aten), ("ops", _Operators)):
+            if name in namespace:
+                namespace[name] = with_writes(namespace[name], self._written)
+
+    def __call__(
+        self, comm: Communicator, state: Tensors, inputs: Tensors, seed: Any, written: Iterable[str]
+    ) -> Sequence[Tensor]:
+        """The program's outputs; the inputs that are called `written` are those outputs' memory from now on."""
+        self._written.update(id(inputs[name]) for name in written)
+        try:
+            return self._own.forward(comm, state, {}, inputs, seed)[0]
+        finally:
+            self._written.clear()
+
+
+class _Namespace:
+    """What a text calls by a name, with some functions of it others."""
+
+    def __init__(self, plain: Any, written: set[int]) -> None:
+        self._plain, self._written = plain, written
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._plain, name)
+        setattr(self, name, found)
+        return found
+
+
+class _Aten(_Namespace):
+    def index_copy(self, x: Tensor, dim: int, at: Tensor, source: Tensor) -> Tensor:
+        if id(x) in self._written:
+            return x.index_copy_(dim, at, source)
+        return torch.index_copy(x, dim, at, source)
+
+
+class _Operators(_Namespace):
+    def rotary_write(self, *given: Any, **options: Any) -> list[Tensor]:
+        caches = [given[place] for place in CACHES if place < len(given) and given[place] is not None]
+        if not options.keys() - {"storage"} and all(id(each) in self._written for each in caches):
+            return [torch.ops.autopar.rotary_write_.default(*given, **options), *caches]
+        return operators.rotary_write(*given, **options)

@@ -1,0 +1,125 @@
+"""Products of weights that are codes, as engines run them: by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost.operator_time import operator_work, region_seconds
+from autopar.cost.roofline import Work, compute_time_s
+from autopar.ir.program import Program
+from autopar.machine import hardware_data, profiles
+from autopar.machine.hardware import Hardware
+from autopar.machine.mesh import Mesh
+
+pytestmark = pytest.mark.unit
+ROWS, WIDE = 8, 256
+
+
+class Layers(nn.Module):
+    """Columns, then rows, of which ranks have halves; `twice` reads a weight beside its product."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDE, WIDE, bias=False) for _ in range(2)])
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers: list[Any] = list(self.blocks)
+        first, second = layers
+        found = second(torch.relu(first(x)))
+        return found + second.weight.sum(0) if self.twice else found
+
+
+def planned(way: str, hardware: Hardware, twice: bool = False, strategy: str = "ddp") -> Program:
+    model = autopar.store_weights(Layers(twice).to(torch.bfloat16), way, group=32)
+    batch = {"x": torch.zeros(ROWS, WIDE, dtype=torch.bfloat16)}
+    mesh = Mesh({"a": 2}, hardware=hardware)
+    plan = autopar.plan(model, mesh, example_inputs=batch, strategy=strategy, inference=True)
+    assert plan.program is not None
+    return plan.program
+
+
+def products(program: Program) -> dict[str, tuple[float, Work]]:
+    """By name: seconds, and the work by itself."""
+    mesh, found = program.on_mesh, {}
+    for region in program.regions:
+        seconds = region_seconds(region, mesh)
+        for name, (call, rule) in region.ops.items():
+            if name in seconds and rule.op_class == "matmul":
+                found[name] = (seconds[name], operator_work(call, rule, region.strategies[name], mesh))
+    return found
+
+
+def engine() -> Hardware:
+    return profiles.load("h100:engine")
+
+
+BYTES = {
+    "fp8": WIDE * WIDE + 2 * WIDE,
+    "fp8-tensor": WIDE * WIDE + 2,
+    "int8": WIDE * WIDE + 2 * WIDE,
+    "int4": WIDE * WIDE // 2 + 2 * WIDE * WIDE // 32,
+}
+
+
+@pytest.mark.parametrize("way", BYTES)
+def test_an_engine_reads_codes_and_scales_where_it_multiplies(way: str) -> None:
+    """Breaks if the weight that is written out is read, codes or scales are counted otherwise than they are stored, or
+    what makes the weight is a kernel of its own; floats of eight bits are multiplied as such.
+    """
+    program = planned(way, engine())
+    around = 2 * (ROWS // 2) * WIDE * 2
+    for seconds, alone in products(program).values():
+        assert alone.moved_bytes == around + 2 * WIDE * WIDE
+        dtype = torch.float8_e4m3fn if way.startswith("fp8") else alone.dtype
+        read = replace(alone, dtype=dtype, moved_bytes=around + BYTES[way])
+        assert seconds == pytest.approx(compute_time_s(read, engine(), in_step=True), rel=1e-12)
+    kinds = {"matmul", "elementwise"}
+    for region in program.regions:
+        taken = region_seconds(region, program.on_mesh)
+        others = [n for n, (call, rule) in region.ops.items() if rule.op_class not in kinds or "relu" not in call.name]
+        assert sum(taken[n] for n in others if n in taken) == pytest.approx(
+            sum(seconds for name, (seconds, _) in products(program).items() if name in taken)
+        )
+
+
+def test_only_an_engine_does() -> None:
+    """Breaks if autopar's own programs, which write the weight out, are priced as an engine's."""
+    plain = planned("fp8", engine())
+    own = replace(engine(), engine=False)
+    region = plain.regions[0]
+    mesh = Mesh({"a": 2}, hardware=own)
+    assert sum(region_seconds(region, mesh).values()) > 1.5 * sum(region_seconds(region, plain.on_mesh).values())
+
+
+def test_a_weight_that_others_read_too_is_written_out() -> None:
+    """Breaks if a weight that something beside its product reads is said to be there for nothing."""
+    once, twice = (planned("int8", engine(), each) for each in (False, True))
+    cast = [sum(s for r in p.regions for s in region_seconds(r, p.on_mesh).values()) for p in (once, twice)]
+    assert cast[1] > cast[0] + 2 * WIDE * WIDE / 3.35e12
+
+
+def test_a_device_without_such_products_reads_codes_all_the_same() -> None:
+    """Breaks if an A100, which multiplies no floats of eight bits, is said to, or has to read the weight for it."""
+    a100 = profiles.load("a100:engine")
+    for seconds, alone in products(planned("fp8", a100)).values():
+        read = replace(alone, moved_bytes=2 * (ROWS // 2) * WIDE * 2 + BYTES["fp8"])
+        assert seconds == pytest.approx(compute_time_s(read, a100, in_step=True), rel=1e-12)
+
+
+def test_a_host_between_two_forwards_is_an_engines() -> None:
+    """Breaks if seconds of a host are lost on the way from a profile, in a plan's file, or are those of no engine."""
+    text = profiles.resources.files("autopar.machine").joinpath("data", "hardware", "h100-sxm.toml").read_text("utf-8")
+    text += '\n[engine]\nsource = "a test"\nstep_s = 2e-3\nrow_s = 5e-6\n'
+    found = profiles.parse(text, name="own", where="a test")
+    assert found.between_s(64) == 0.0
+    as_engine = found.as_engine()
+    assert as_engine.between_s(64) == pytest.approx(2e-3 + 64 * 5e-6)
+    assert hardware_data.from_data(hardware_data.to_data(as_engine)) == as_engine
+    assert engine().between_s(64) == 0.0
