@@ -21,7 +21,7 @@ from autopar.ir.placement import Learnt, ParameterLayout, Placement, PlacementRe
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Placed
 from autopar.ir.sharding import Sharding, replicated
-from autopar.passes.placement.conceding import concessions, is_refused
+from autopar.passes.placement.conceding import concessions, refusal
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.gathers import Blocked, blocked_operators
 from autopar.passes.placement.narrow import narrowed
@@ -79,20 +79,27 @@ def place(
             unless `explain` is off).
     """
     _check_pins(program, pins)
+    hints = None if reasons else learnt
     if alike is not None:
+        blocked = (
+            blocked_operators(program, strategies)
+            if hints is None or family_of(strategies) not in hints.conceded
+            else ()
+        )
         with contextlib.suppress(DoesNotFit):
             placed = place(
                 narrowed(program, alike), strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes,
                 gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False, checks_limit=checks_limit,
-                overlap_price=overlap_price, gathered=blocked_operators(program, strategies), excused=(),
+                overlap_price=overlap_price, gathered=blocked, excused=(), reasons=reasons,
+                learnt=None if hints is None else Learnt(dict(hints.conceded)),
             )  # fmt: skip
             # Who asks what else an operator could do gets all of it.
             return placed.with_regions(
                 {each.name: each.with_options(program.region(each.name).options) for each in placed.regions}
             )
-    hints = None if reasons else learnt
-    if hints is not None and hints.refused and is_refused(program, strategies, pins, hints):
-        raise _nothing(memory_limit_bytes, excluded=True)
+    refused = refusal(program, strategies, pins, hints) if hints is not None and hints.refused else None
+    if refused is not None:
+        raise refused
     limit = None if checks_limit else memory_limit_bytes
     plain, excluded = program, True
     attempts = enumerate(concessions(program, strategies, pins, gathered, excused, reasons, hints))
@@ -111,7 +118,7 @@ def place(
             break
         excluded &= solution.excluded
         asks = hints is not None and excluded and not (number or hints.refused)
-        if hints is not None and asks and is_refused(plain, strategies, pins, hints):
+        if hints is not None and asks and (refused := refusal(plain, strategies, pins, hints)) is not None:
             break
         following = next(attempts, None)
         if following is None:
@@ -127,7 +134,7 @@ def place(
         solution = solve(built.problem, gap=gap, time_limit_s=4 * time_limit_s)
     if not solution.choice:
         if not explain:
-            raise _nothing(memory_limit_bytes, excluded=solution.excluded)
+            raise refused or _nothing(memory_limit_bytes, excluded=solution.excluded)
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
     if learnt is not None and solution.gap > proof_gap:  # one that was not ended by the clock ends early elsewhere
         learnt.chosen[key] = solution.choice

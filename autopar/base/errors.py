@@ -46,9 +46,11 @@ class DoesNotFit(AutoparError):
 
     ratio: the bytes of the smallest that was found to those of the limit, where something was. needed_bytes: of the
     smallest limit within which the placement would find something, as it sees the step. excluded: it is the
-    constraints, proven: no limit would help.
+    constraints, proven: no limit would help. outside_attention: these are constraints on what lies outside of
+    attention, so that no other way to split it would help.
     """
 
     ratio: float | None = None
     needed_bytes: int | None = None
     excluded: bool = False
+    outside_attention: bool = False

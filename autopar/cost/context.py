@@ -52,6 +52,18 @@ def computing_seconds(program: Program, mesh: Mesh) -> float:
     )
 
 
+def seconds_in_attention(program: Program) -> float:
+    """What the fullest rank computes in a step in the attention of repeated blocks, of a placed program."""
+    found = 0.0
+    for region in program.regions:
+        times = program.num_calls(region.name) * program.microbatches
+        for node in region.graph.nodes:
+            if region.module and is_attention(node) and node.name in region.strategies:
+                call, rule = region.ops[node.name]
+                found += operator_seconds(call, rule, region.strategies[node.name], program.on_mesh) * times
+    return found
+
+
 def least_seconds(program: Program, computing_s: float, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
     """Less than a step can take under these strategies, some of which split the sequence: all ranks compute equally
     much, but for attention; what attention reads and gives is moved; gradients are summed over axes that split data.

@@ -28,10 +28,11 @@ names do not know:
 
 5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is; of
    those that differ in how parameters are kept alone, no other where what the first does with values takes longer than
-   the best step,
+   the best step, and at first with operators doing as the first's do: only what comes close is placed anew,
 6. what splits the sequence by name, where the least it could take is less than the best step (and one of a family, as
-   in 5), recomputing more where memory is what it lacks; if one wins, `auto` itself on what that one's program is
-   prepared for (heads repeated, sequences dealt zigzag).
+   in 5; and no other way to meet in attention where what the first computes outside of it takes so long, or where
+   something else there forbids the split), recomputing more where memory is what it lacks; if one wins, `auto` itself
+   on what that one's program is prepared for (heads repeated, sequences dealt zigzag).
 
 **`auto` over the stages of a pipeline**: the placement sees them on average only.
 
@@ -54,7 +55,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.cost.context import has_attention, least_seconds
+from autopar.cost.context import has_attention, least_seconds, seconds_in_attention
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.cost.under_way import step_hidden_s
 from autopar.ir.program import Mode
@@ -64,7 +65,7 @@ from autopar.planner.candidates import context_candidates, named_candidates
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.context import Spread, family_of, splits_of, splits_sequence
+from autopar.strategies.context import Spread, family_of, outside_attention, splits_of, splits_sequence
 from autopar.strategies.names import AUTO
 from autopar.strategies.request import Attempt
 
@@ -86,6 +87,10 @@ leaves out (values that several read are moved once) is a few per cent.
 BEYOND = 1.15
 """Of named strategies that do the same with values, no other is placed where computing and moving them alone took the
 first so many times the best step: within such a family these seconds are the same but for a few per cent.
+"""
+CLOSE = 1.01
+"""Of such, one whose operators do as the first's is placed anew where it takes no more than so many times the best
+step. Free to do otherwise, they gain about as much as placements are proven to.
 """
 OF_PARAMETERS = ("gather parameter", "reduce gradient")
 """Why collectives run whose seconds depend on how parameters are kept."""
@@ -294,14 +299,17 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
     the bound is that one's.
     """
     own = tried.best
-    values = dict[tuple[str, ...], float]()
+    values, firsts = dict[tuple[str, ...], float](), dict[tuple[str, ...], tuple[AxisStrategy, ...]]()
     for strategies in named_candidates(programs.asked, mixture=has_experts(programs.traced)):
         family = family_of(strategies)
         if values.get(family, 0.0) > BEYOND * tried.step_s:
             logger.info("%s cannot win by how it keeps parameters", [each.name for each in strategies])
             continue
+        if family in firsts and not (yield from _is_close(programs, strategies, firsts[family], modes[0], tried)):
+            continue
         free = yield from _as_named(programs, strategies, modes, tried)
         if free is not None:
+            firsts.setdefault(family, strategies)
             values[family] = min(values.get(family, math.inf), values_s(free))
     if own is None or tried.best is None or tried.best[0].placed_by is None:
         return
@@ -342,6 +350,25 @@ def _as_named(
     return first
 
 
+def _is_close(
+    programs: Programs,
+    strategies: tuple[AxisStrategy, ...],
+    first: tuple[AxisStrategy, ...],
+    mode: Mode,
+    tried: Tried,
+) -> Generator[Attempt, None, bool]:
+    """Whether strategies come close to the best step, memory aside, in the first mode where operators do as those of
+    `first` do, which differ from them in how parameters are kept. True where that cannot be told.
+    """
+    alike = programs.placed_by(mode, first)
+    if alike is None or programs.least_s(mode) >= tried.step_s:
+        return True
+    yield replace(
+        programs.asked, rematerialize=mode, placed_by=strategies, alike=alike, memory_limit_bytes=None, explain=False
+    )
+    return tried.last is None or tried.last.cost.step_time_s < CLOSE * tried.step_s
+
+
 def values_s(plan: PlanRecord) -> float:
     """Seconds of computing and of moving values, but for what exchanges hide; neither what parameters and gradients
     take, nor the update.
@@ -350,6 +377,12 @@ def values_s(plan: PlanRecord) -> float:
     exchanges = plan.program is not None and any(row.kind == "exchange" for row in plan.collectives)
     beside_s = step_hidden_s(plan.program) if exchanges and plan.program is not None else 0.0
     return plan.cost.compute_s + moved_s - beside_s
+
+
+def outside_s(plan: PlanRecord) -> float:
+    """Seconds of computing outside of attention."""
+    assert plan.program is not None
+    return plan.cost.compute_s - seconds_in_attention(plan.program)
 
 
 def _names_staged(programs: Programs, tried: Tried) -> Iterator[Attempt]:
@@ -375,19 +408,24 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
         return least_seconds(program, programs.computing_s(mode), strategies, asked.mesh)
 
     excluded, values = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
+    forbidden, outside = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
     cached = bool(programs.traced.states) and not asked.training
     for strategies in sorted(context_candidates(asked, cached=cached), key=lambda each: least_s(each, modes[0])):
         spread, splits = Spread.of(strategies, asked.mesh), splits_of(strategies)
+        others = outside_attention(strategies)
         for mode in modes:
-            if splits in excluded or least_s(strategies, mode) >= tried.step_s:
+            if splits in excluded or others in forbidden or least_s(strategies, mode) >= tried.step_s:
                 break
-            if values.get(family_of(strategies), 0.0) > BEYOND * tried.step_s:
+            if max(values.get(family_of(strategies), 0.0), outside.get(others, 0.0)) > BEYOND * tried.step_s:
                 break
             yield replace(asked, rematerialize=mode, placed_by=strategies, spread=spread, explain=False)
             if tried.excluded:
                 excluded.add(splits)
+            if isinstance(tried.error, DoesNotFit) and tried.error.outside_attention:
+                forbidden.add(others)
             if tried.last is not None:
                 values.setdefault(family_of(strategies), values_s(tried.last))
+                outside.setdefault(others, outside_s(tried.last))
                 break
     if tried.best is not None and tried.best[0].spread is not None:
         attempt = tried.best[0]

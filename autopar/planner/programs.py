@@ -42,6 +42,8 @@ class Programs:
     _least_s: dict[Mode, float] = field(default_factory=dict)
     _learnt: dict[tuple[Mode, Spread | None], Learnt] = field(default_factory=dict)
     _refused: list[tuple[str, ...]] = field(default_factory=list)
+    _unlimited: tuple[Program, PlanRecord] | None = None
+    """The last placement that was lowered with all the memory there is: within a limit that it keeps it is the same."""
 
     @staticmethod
     def of(request: Attempt, steps: Iterable[pipeline.Pass], progress: Progress | None = None) -> Programs:
@@ -81,7 +83,7 @@ class Programs:
         limit = attempt.placement_limit_bytes
         key = (
             attempt.rematerialize, attempt.spread, attempt.placing, limit, attempt.checks_limit and limit is not None,
-            attempt.overlap_price, attempt.hides_exchanges, attempt.alike is not None,
+            attempt.overlap_price, attempt.hides_exchanges, None if attempt.alike is None else id(attempt.alike),
         )  # fmt: skip
         if key in self._placed:
             return self._placed[key], ()
@@ -102,6 +104,15 @@ class Programs:
         except AutoparError:
             return None
 
+    def placed_by(self, mode: Mode, strategies: tuple[AxisStrategy, ...]) -> Program | None:
+        """As named strategies place it without a limit; None where they cannot."""
+        alike = self.layouts(mode, strategies)
+        attempt = replace(self.asked, rematerialize=mode, placed_by=strategies, alike=alike)
+        try:
+            return self.placed(replace(attempt, memory_limit_bytes=None, explain=False))[0]
+        except AutoparError:
+            return None
+
     def objective_s(self, attempt: Attempt) -> float | None:
         """Of the attempt's placement; None where there is none."""
         try:
@@ -117,8 +128,16 @@ class Programs:
             DoesNotFit: nothing is found within the limit.
         """
         placed, before = self.placed(attempt)
+        limit = attempt.memory_limit_bytes
+        if self._unlimited is not None and self._unlimited[0] is placed and attempt.pipeline is None:
+            free = self._unlimited[1]
+            if limit is not None and free.cost.peak_memory_bytes <= limit:
+                return replace(free, memory_limit_bytes=limit)
         lowered, after = self._run(attempt, self.phases.lower, placed)
-        return make_plan(attempt, lowered, self.steps, (*before, *after))
+        plan = make_plan(attempt, lowered, self.steps, (*before, *after))
+        if limit is None:
+            self._unlimited = placed, plan
+        return plan
 
     def computing_s(self, mode: Mode) -> float:
         """Seconds that one rank would compute alone, but for the attention of repeated blocks."""

@@ -105,7 +105,7 @@ def explain(
     """
     assert domains.empty is not None, "nothing to explain"
     network = Network(len(alive), edges)
-    core = _needed(edges, domains)
+    core = needed(edges, domains)
     block = max(1, len(core) // 2)
     while core:
         first = 0  # edges before this one have been tried
@@ -114,7 +114,7 @@ def explain(
             found = network.propagate(alive, trial, among=frozenset(trial))
             first = core[position + block] if position + block < len(core) else len(edges)
             if found.empty is not None:
-                core = _needed(edges, found)
+                core = needed(edges, found)
         if block == 1:
             break
         block //= 2
@@ -122,7 +122,7 @@ def explain(
     return tuple(sorted(nodes)), tuple(core)
 
 
-def _needed(edges: Sequence[Edge], domains: Domains) -> list[int]:
+def needed(edges: Sequence[Edge], domains: Domains) -> list[int]:
     """The edges without which a node would not have been emptied as it was, ascending."""
     assert domains.empty is not None
     blamed, needed = {domains.empty}, set[int]()

@@ -105,6 +105,13 @@ def family_of(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
     return (*splits_of(strategies), *(each.experts for each in strategies))
 
 
+def outside_attention(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the axes do to values outside of attention: those that split the sequence do the same there."""
+    return tuple(
+        "sequence" if each.inputs == "sequence" else name for each, name in zip(strategies, splits_of(strategies))
+    )
+
+
 def of_cache(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
     """What strategies are for a program with a cache: those that split the sequence of a batch split its length."""
     return tuple(SPLIT_KV if splits_sequence(each) else each for each in strategies)

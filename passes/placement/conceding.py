@@ -6,7 +6,7 @@ other, and what came of one tells of the others (`ir.placement.Learnt`):
 
 - Strategies that do the same with values, and differ in how parameters are kept, are let off the same.
 - Where one that splits the sequence could not be had, others are asked first whether they can be had at all, with all
-  that they could be let off.
+  that they could be let off. Where attention had no part in that, no other way to split it can be had either.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from autopar.base.errors import DoesNotFit
 from autopar.ir.placement import Conceded, Learnt
 from autopar.ir.program import Program
+from autopar.passes.placement.context import values_of_attention
 from autopar.passes.placement.gathers import Blocked, blocked_operators, notes_of
-from autopar.passes.placement.problem import build_problem
+from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.passes.placement.unsplit import Unsplit, notes_of_unsplit, unsplit_weights
-from autopar.solver.consistency import propagate
+from autopar.solver.consistency import Domains, needed, propagate
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import family_of, splits_sequence
 from autopar.strategies.names import Pin
@@ -65,16 +67,32 @@ def _around(program: Program, blocked: Sequence[Blocked]) -> tuple[tuple[str, st
     return tuple((region.name, node) for region in regions for node in region.ops)
 
 
-def is_refused(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin], learnt: Learnt) -> bool:
-    """Whether strategies that split the sequence have no placement, memory aside, even with all that they might be let
-    off: what that is need not be found out then.
+def refusal(
+    program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin], learnt: Learnt
+) -> DoesNotFit | None:
+    """The error of strategies that split the sequence and have no placement, memory aside, even with all that they
+    might be let off: what that is need not be found out then. None where there may be one.
     """
     if not any(map(splits_sequence, strategies)):
-        return False
+        return None
     most = _around(program, blocked_operators(program, strategies))
     built = build_problem(program, strategies, pins, None, gathered=most, excused=None)
     alive = [np.isfinite(node.costs) for node in built.problem.nodes]
-    if propagate(alive, built.problem.edges).empty is None:
-        return False
+    domains = propagate(alive, built.problem.edges)
+    if domains.empty is None:
+        return None
     learnt.refused.append(family_of(strategies))
-    return True
+    error = DoesNotFit(f"{', '.join(each.name for each in strategies)} exclude each other here")
+    error.excluded, error.outside_attention = True, not _is_at_attention(program, built, domains)
+    return error
+
+
+def _is_at_attention(program: Program, built: PlacementProblem, domains: Domains) -> bool:
+    """Whether attention, or what it reads and gives, takes part in what left a node of the problem without a choice."""
+    edges = built.problem.edges
+    blamed = {end for index in needed(edges, domains) for end in (edges[index].u, edges[index].v)} | {domains.empty}
+    near = {region.name: values_of_attention(region) for region in program.regions if region.module}
+    places = [*built.operators.items(), *built.relays.items()]
+    return any(
+        index in blamed and name.partition(".")[0] in near.get(region, ()) for (region, name), (index, _) in places
+    )

@@ -14,7 +14,7 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
 from autopar.planner import attempts as module
-from autopar.planner.attempts import BEYOND, PARTS, TIGHTER, Tried, attempts, named, tighter, tried_for
+from autopar.planner.attempts import BEYOND, CLOSE, PARTS, TIGHTER, Tried, attempts, named, tighter, tried_for
 from autopar.strategies.names import Strategy, resolve
 from autopar.strategies.request import Attempt
 
@@ -57,6 +57,7 @@ class Scripted:
     least: dict[Mode, float] = field(default_factory=dict)
     made: list[Attempt] = field(default_factory=list)
     traced: Any = None
+    first: Any = None
 
     @property
     def asked(self) -> Attempt:
@@ -72,6 +73,9 @@ class Scripted:
 
     def layouts(self, mode: Mode, placed_by: object = None) -> None:
         return None
+
+    def placed_by(self, mode: Mode, strategies: object) -> Any:
+        return self.first
 
     def least_s(self, mode: Mode) -> float:
         return self.least.get(mode, 0.0)
@@ -265,6 +269,31 @@ def test_a_family_that_may_win_by_how_it_keeps_parameters_is_tried_whole() -> No
     assert tried.best is not None and [each.name for each in tried.best[0].placed_by or ()] == ["zero3", "zero3"]
 
 
+def test_of_a_family_only_what_comes_close_is_placed_anew() -> None:
+    """Breaks if each way to keep parameters is placed from nothing, if one that may win is not, or if what was placed
+    alike, with all the memory there is, is what is taken.
+    """
+    first = SimpleNamespace()
+
+    def outcome(attempt: Attempt) -> Any:
+        names = [each.name for each in attempt.placed_by or ()]
+        if names == ["zero3", "zero3"]:
+            return plan(CLOSE * 2.0 - 0.01 if attempt.alike else 1.9)
+        return plan(2.0 if not names else CLOSE * 2.0 + 0.01)
+
+    programs = Scripted(outcome, first=first)
+    tried = run(programs)
+    by_name: dict[tuple[str, ...], list[bool]] = {}
+    for attempt in programs.made:
+        if attempt.placed_by is not None:
+            by_name.setdefault(tuple(s.name for s in attempt.placed_by), []).append(attempt.alike is first)
+            assert attempt.memory_limit_bytes is None or attempt.alike is None
+    assert by_name["ddp", "ddp"] == by_name["ddp", "tensor"] == [False]
+    assert by_name["zero2", "zero2"] == by_name["hsdp:across", "hsdp:inside"] == by_name["zero2", "tensor"] == [True]
+    assert by_name["zero3", "zero3"] == [True, False, False]
+    assert tried.step_s == 1.9
+
+
 def test_a_plan_with_all_the_memory_there_is_never_wins() -> None:
     """Breaks if what was planned without a limit is given to who has one."""
 
@@ -323,6 +352,16 @@ def test_of_auto_too_the_error_is_the_last_modes() -> None:
     assert attempt.rematerialize == MODES[-1] and error.ratio == 3.0
 
 
+class Recomputing(Scripted):
+    """That says what the backward computes, too."""
+
+    def recomputing(self, mode: Mode, spread: object) -> None:
+        return None
+
+    def computing_s(self, mode: Mode) -> float:
+        return 0.0
+
+
 @pytest.mark.parametrize("excluded", [True, False])
 def test_what_splits_the_sequence_computes_more_again_only_for_want_of_memory(
     excluded: bool, monkeypatch: pytest.MonkeyPatch
@@ -331,13 +370,6 @@ def test_what_splits_the_sequence_computes_more_again_only_for_want_of_memory(
     that lack memory only once.
     """
     monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
-
-    class Recomputing(Scripted):
-        def recomputing(self, mode: Mode, spread: object) -> None:
-            return None
-
-        def computing_s(self, mode: Mode) -> float:
-            return 0.0
 
     def outcome(attempt: Attempt) -> Any:
         error = DoesNotFit("nothing was found")
@@ -351,3 +383,59 @@ def test_what_splits_the_sequence_computes_more_again_only_for_want_of_memory(
         assert len(named) == len({*map(tuple, named)}) and not any("zero3" in each for each in named)
     else:
         assert len(named) == len({*map(tuple, named)}) * len(MODES) and any("zero3" in each for each in named)
+
+
+SPLITS = [("allgather_kv", "tensor"), ("ring", "tensor"), ("ulysses", "tensor")]
+"""The first axis split along the sequence, in each way to meet in attention; in the order of names."""
+
+
+def context_names(programs: Scripted) -> list[tuple[str, ...]]:
+    """What splits the sequence over the first axis, of what was tried."""
+    return sorted(each for each in placed_by(programs) if each[1] == "tensor")
+
+
+@pytest.mark.parametrize(("attention_s", "tried"), [(0.0, SPLITS[:1]), (0.2, SPLITS)])
+def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
+    attention_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if every way is placed though what they all compute outside of attention takes longer than the best step,
+    or if attention's own seconds count against others.
+    """
+    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
+    monkeypatch.setattr(module, "seconds_in_attention", lambda program: attention_s)
+    monkeypatch.setattr(
+        module,
+        "context_candidates",
+        lambda *given, **more: [resolve(dict(zip(MESH.axis_names, each)), MESH) for each in SPLITS],
+    )
+
+    def outcome(attempt: Attempt) -> Any:
+        return plan(9.0, compute_s=BEYOND * 2.0 + 0.1) if attempt.placed_by else plan(2.0)
+
+    programs = Recomputing(outcome, traced=SimpleNamespace(states={}))
+    own = outcome(programs.asked)
+
+    def after(programs: Any, modes: Sequence[Mode], tried: Tried) -> Any:
+        tried.takes(programs.asked, own)
+        yield from module._contexts(programs, modes, tried)
+
+    run(programs, after)
+    assert context_names(programs) == tried
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_what_no_way_to_meet_in_attention_can_mend_is_tried_once(
+    outside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if every way is asked where something else forbids the split, or one alone where attention does."""
+    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
+
+    def outcome(attempt: Attempt) -> Any:
+        error = DoesNotFit("they exclude each other")
+        error.excluded, error.outside_attention = True, outside
+        return error
+
+    programs = Recomputing(outcome, traced=SimpleNamespace(states={}))
+    run(programs, module._contexts)
+    assert len(context_names(programs)) == (1 if outside else 3)
+    assert len(placed_by(programs)) == (2 if outside else 6)  # the other axis is another matter
