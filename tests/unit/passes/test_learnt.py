@@ -14,6 +14,7 @@ from autopar import pipeline
 from autopar.base.errors import DoesNotFit
 from autopar.ir.placement import Conceded, Learnt
 from autopar.ir.program import Program
+from autopar.ir.region import Region
 from autopar.machine.mesh import Mesh
 from autopar.passes import place as placing
 from autopar.passes.annotate import annotate
@@ -146,6 +147,51 @@ def test_what_splits_the_sequence_is_refused_at_once(monkeypatch: pytest.MonkeyP
     built.clear()
     put(program, "ddp", learnt)
     assert built
+
+
+def test_whether_attention_takes_part_in_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if other ways to meet in attention are given up though attention has a part in why one cannot be had, or
+    if they are tried where convolutions alone forbid it.
+    """
+    program, found = annotated(Blocks(pixels=True)), []
+
+    def refused() -> bool:
+        with pytest.raises(DoesNotFit) as caught:
+            put(program, {"dp": "ddp", "tp": "ring"}, Learnt())
+        assert caught.value.excluded
+        return caught.value.outside_attention
+
+    assert refused()
+    names = {region.name: frozenset(region.ops) for region in program.regions}
+    for layer in ("convolutions.", "layers."):
+
+        def near(region: Region, layer: str = layer) -> frozenset[str]:
+            return names[region.name] if region.module.startswith(layer) else frozenset()
+
+        monkeypatch.setattr(conceding, "values_of_attention", near)
+        found.append(refused())
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_parameters_alone_are_placed_for_less(tensor: bool, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if strategies that only keep parameters otherwise are another placement where operators do as the first's
+    do, if what they are let off is sought again, or if less is not what is searched.
+    """
+    learnt, built = Learnt(), []
+    first = put(program, {"dp": "ddp", "tp": "tensor"} if tensor else "ddp", learnt)
+    strategy: Strategy = {"dp": "zero3", "tp": "tensor"} if tensor else "zero3"
+    real = placing.build_problem
+    monkeypatch.setattr(placing, "build_problem", lambda *given: built.append(real(*given)) or built[-1])
+    found = put(program, strategy, learnt, alike=first)
+    (own,) = built
+    built.clear()
+    plain = put(program, strategy, learnt)
+    cells = [sum(edge.costs.size for edge in each.problem.edges) for each in (own, *built)]
+    assert cells[0] < 0.5 * cells[1]
+    assert found.placed == plain.placed
+    assert found.notes == plain.notes
+    assert all(found.region(each.name).options == each.options for each in program.regions)
 
 
 def test_a_sequence_that_splits_is_had_though_others_were_refused(program: Program) -> None:

@@ -273,7 +273,7 @@ def test_of_a_family_only_what_comes_close_is_placed_anew() -> None:
     """Breaks if each way to keep parameters is placed from nothing, if one that may win is not, or if what was placed
     alike, with all the memory there is, is what is taken.
     """
-    first = SimpleNamespace()
+    first: Any = SimpleNamespace()
 
     def outcome(attempt: Attempt) -> Any:
         names = [each.name for each in attempt.placed_by or ()]
