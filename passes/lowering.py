@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.cost import exchanges, rings
+from autopar.cost import exchanges, expert_kernels, rings
 from autopar.ir.choices import Offset, Starts, localize
 from autopar.ir.classes import Key, placeholder_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
@@ -33,7 +33,7 @@ class Layouts:
 
     def __init__(self, region: Region, mesh: Mesh, ports: Mapping[Key, Sharding]) -> None:
         self.region, self.ports = region, ports
-        self.axes, self.sizes = mesh.axis_names, tuple(mesh.sizes)
+        self.axes, self.sizes, self.hardware = mesh.axis_names, tuple(mesh.sizes), mesh.hardware
         self.holders = [node for node in region.graph.nodes if node.op == "placeholder"]
         self.keys = dict(zip(self.holders, placeholder_keys(region), strict=True))
         self.saved_as: dict[fx.Node, Sharding] = {}
@@ -184,6 +184,7 @@ class PhaseBuilder:
             made = self._exchange(node, exchange, args, kwargs)
         else:
             made = self._create("call_function", node.target, args, kwargs, name=node.name)
+            self._note_buffers(node, made)
         made.meta["origin"] = self.region.origins.get(node.name, "")
         made.meta["operator"] = node.name
         made.meta["num_results"] = len(strategy.results)
@@ -208,12 +209,17 @@ class PhaseBuilder:
 
     def _exchange(self, node: fx.Node, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """The operator over an axis to whose ranks its rows go."""
-        call, rule = self.region.ops[node.name]
         target, args = EXCHANGES[str(node.target)], (self.comm, self.layouts.axes[axis], *args)
         made = self._create("call_method", target, args, kwargs, name=node.name)
-        strategy = self.region.strategies[node.name]
-        made.meta["buffers"] = partial(exchanges.buffer_bytes, call, rule, strategy)
+        self._note_buffers(node, made)
         return made
+
+    def _note_buffers(self, node: fx.Node, made: fx.Node) -> None:
+        """What a layer of experts holds while it runs, where that is known."""
+        call, rule = self.region.ops[node.name]
+        strategy, grouped = self.region.strategies[node.name], expert_kernels.serves(call, self.layouts.hardware)
+        if grouped or exchanges.exchange_axis(strategy.choices) is not None:
+            made.meta["buffers"] = partial(exchanges.buffer_bytes, call, rule, strategy, grouped=grouped)
 
     def _positions(self, shape: Sequence[int], sharding: Sharding) -> fx.Node | None:
         """Where elements lie in the whole tensor, for operators that draw numbers by position; None: all are here."""

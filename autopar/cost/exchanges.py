@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from autopar.cost import expert_kernels
 from autopar.cost.roofline import collective_time_s
 from autopar.ir.choices import Choice, local_sizes
 from autopar.ir.op_call import OpCall, TensorSpec
@@ -151,14 +152,18 @@ def taking_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
     return under_way_bytes("back", call, rule, strategy, sizes) + math.ceil(wide)
 
 
-def buffer_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> int:
-    """The most that an exchange holds beside its operands and results, whatever the router does: the rows of a round,
-    here and on their way, what one expert makes of all of them, sums; and in a second round a second gradient.
+def buffer_bytes(
+    call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], *, grouped: bool = False
+) -> int:
+    """The most that experts hold beside their operands and results, whatever the router does.
+
+    Of an exchange the rows of a round, here and on their way, what one expert makes of all of them, sums; and in a
+    second round a second gradient. grouped: where experts are grouped products (`expert_kernels`), what these hold, of
+    an exchange if that is more than one expert's; of others, whose tokens go nowhere, nothing else is counted.
     """
-    found = exchange_of(call, rule, strategy, sizes)
+    found, local = exchange_of(call, rule, strategy, sizes), local_sizes(rule, strategy.choices, sizes)
     if found is None:
-        return 0
-    local = local_sizes(rule, strategy.choices, sizes)
+        return _kernels_hold(call, rule, strategy, sizes, local["t"]) if grouped and rule.exchange is not None else 0
     is_grad, (x, weights) = _tokens_of(call)
     tokens, chosen, dtype = local["t"], weights.shape[-1], x.dtype.itemsize
     wide, rows = wide_dtype(x.dtype).itemsize, _most_rows(rule, chosen, tokens, found.size)
@@ -167,13 +172,23 @@ def buffer_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
     places = chosen * (8 + 8 + 8 + 1)  # numbers of experts, their order, and whose they are
     routing = chosen * (2 * (_NUMBER + weights.dtype.itemsize) + weights.dtype.itemsize) + places
     sums = tokens * (hidden * wide + found.size + 8 * min(chosen, found.size) + chosen * 8)
+    travels = hidden * (8 if is_grad else 4) * dtype + hidden * wide
+    kernels = rows * travels + _kernels_hold(call, rule, strategy, sizes, rows) if grouped else 0
     if not is_grad:
-        row = hidden * (4 * dtype + 2 * wide) + (columns + 3 * width) * max(dtype, 4)
+        row = max(hidden * (4 * dtype + 2 * wide) + (columns + 3 * width) * max(dtype, 4), kernels / rows)
         decoded = 2 * hidden * columns * dtype if call.arg("storage") else 0  # an expert's, before scales and behind
         return math.ceil(rows * (row + routing) + sums + decoded)
     row = hidden * (7 * dtype + 3 * wide) + (2 * columns + 6 * width) * max(dtype, 4) + chosen * 3 * wide
+    row = max(row, kernels / rows)
     again = sum(spec.numel * spec.dtype.itemsize for spec in _parameters(call)) / _parts_of_parameters(strategy, sizes)
     return math.ceil(rows * (row + routing) + sums + (again if _may_repeat(rule, chosen, tokens, found.size) else 0))
+
+
+def _kernels_hold(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], tokens: int) -> int:
+    """Of grouped products of so many tokens."""
+    local = local_sizes(rule, strategy.choices, sizes)
+    width = local["f"]
+    return expert_kernels.held_bytes(call, tokens, local["d"], width, width * local.get("g", 1))
 
 
 def _most_rows(rule: Rule, chosen: int, tokens: int, size: int) -> int:

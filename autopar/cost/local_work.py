@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 
+from autopar.cost import expert_kernels
 from autopar.cost.roofline import Work
 from autopar.ir.choices import Choice
 from autopar.ir.graphs import CACHES
@@ -16,6 +17,7 @@ from autopar.ir.region import NodeStrategy
 from autopar.ir.rule import Dims, Rule
 from autopar.ir.sharding import num_pieces
 from autopar.ir.tensor_type import TensorType
+from autopar.operators.rules.exchange_cost import ranks_of_token
 from autopar.operators.rules.experts import EXPERTS_BACKWARD, expert_width
 
 _CLASSES = {"conv": "convolution"}
@@ -30,13 +32,15 @@ Roles = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]
 
 
 def local_work(
-    call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], *, in_place: bool = False
-) -> Callable[[float], Work]:
+    call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], *, in_place: bool = False,
+    grouped: bool = False,
+) -> Callable[[float], Work]:  # fmt: skip
     """What one call of the kernel does, given its floating point operations (of one block, where it is a ring).
 
     sizes: of the mesh's axes. in_place: whether states are written where they lie, not copied (`Hardware.graphs`).
+    grouped: whether experts are grouped products (`expert_kernels.serves`).
     """
-    dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
+    dtype = _dtype_of(call)
     name = call.name.split(".")[1]
     if call.arg("approximate") == "tanh":  # a function of its own
         name += "_tanh"
@@ -60,9 +64,15 @@ def local_work(
         if call.arg("storage"):  # what they say of experts that are chosen is written, and read for the product
             _, columns, hidden, num = own
             moved += 2 * num * hidden * (columns + _width(call, rule, strategy.choices, sizes)) * dtype.itemsize
+        if grouped:
+            return _grouped_work(call, rule, strategy.choices, sizes, moved, name)
         return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
+
+
+def _dtype_of(call: OpCall) -> torch.dtype:
+    return next((spec.dtype for spec in call.results if spec is not None), torch.float32)
 
 
 def _moved_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> float:
@@ -118,12 +128,49 @@ def _expert_dims(
     """Local (m, n, k, batch) of the first product of experts: a product for each expert here, of its share of all rows
     that come to these.
     """
-    local = _local_sizes(rule, choices, sizes)
-    sent = math.prod(size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange")
-    share = chosen_share(local["t"] * sent, local["k"], rule.sizes["e"])
+    local, sent, share = _share_here(rule, choices, sizes)
     rows = local["t"] * sent * local["k"] / (rule.sizes["e"] * share)
     columns = _width(call, rule, choices, sizes) * local.get("g", 1.0)
     return max(1.0, rows), columns, local["d"], max(1.0, local["e"] * share)
+
+
+def _share_here(
+    rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
+) -> tuple[Mapping[str, float], float, float]:
+    """Local sizes; how many ranks' tokens come to the experts here; what part of these is chosen by any."""
+    local = _local_sizes(rule, choices, sizes)
+    sent = math.prod(size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange")
+    return local, sent, chosen_share(local["t"] * sent, local["k"], rule.sizes["e"])
+
+
+def _grouped_work(
+    call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int], moved: float, name: str
+) -> Callable[[float], Work]:
+    """Of experts that are grouped products: tiles are computed whole, what lies between products is part of them."""
+    local, _, _ = _share_here(rule, choices, sizes)
+    rows, columns, hidden, chosen = _expert_dims(call, rule, choices, sizes)
+    ranks = [size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange"]
+    tokens = local["t"] * (ranks_of_token(rule.sizes["e"], int(local["k"]), ranks[0]) if ranks else 1.0)
+    tiled = expert_kernels.tiled_rows(rows, chosen, tokens * local["k"] / max(1.0, local["e"]))
+    dims = (tiled, columns, hidden, 1.0)
+    num_rows, width = rows * chosen, local["f"]
+    inside, behind = (num_rows * each for each in expert_kernels.bytes_of_row(call, hidden, width, columns))
+    alone = _flops_of_rows(call, num_rows, hidden, width, columns)
+    whole, launches = tiled / num_rows, expert_kernels.launches(call, tokens)
+
+    def work(flops: float) -> Work:
+        busy = flops / alone  # more rows than on the average come to the busiest rank
+        return Work(
+            rule.op_class, _dtype_of(call), flops * whole, moved + busy * inside, dims, name,
+            around_bytes=busy * behind, launches=launches,
+        )  # fmt: skip
+
+    return work
+
+
+def _flops_of_rows(call: OpCall, rows: float, hidden: float, width: float, columns: float) -> float:
+    flops = 2 * rows * hidden * (columns + width)
+    return flops if call.name == expert_kernels.FORWARD else flops * EXPERTS_BACKWARD
 
 
 def chosen_share(tokens: float, chosen: float, experts: float) -> float:
@@ -137,9 +184,7 @@ def _unread_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Seque
     """Of the weights of experts here, those of which no token comes. What a backward writes of these is written all the
     same: zeros.
     """
-    local = _local_sizes(rule, strategy.choices, sizes)
-    sent = math.prod(size for choice, size in zip(strategy.choices, sizes, strict=True) if choice.kind == "exchange")
-    share = chosen_share(local["t"] * sent, local["k"], rule.sizes["e"])
+    _, _, share = _share_here(rule, strategy.choices, sizes)
     weights = [number for number, spec in enumerate(call.operands) if spec.shape[:1] == (rule.sizes["e"],)]
     own = [call.operands[number] for number in weights]
     return (1.0 - share) * sum(_bytes_of(own, [strategy.operands[number] for number in weights], sizes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from autopar.cost import exchanges, rings
+from autopar.cost import exchanges, expert_kernels, rings
 from autopar.cost.coded import coded_seconds
 from autopar.cost.fusion import fused_seconds
 from autopar.cost.local_work import local_work
@@ -44,7 +44,7 @@ def ways_of(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> exc
 
 def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], float]:
     """Seconds of the floating point operations of one call of the kernel."""
-    work = local_work(call, rule, strategy, mesh.sizes, in_place=mesh.hardware.graphs)
+    work = _local_work(call, rule, strategy, mesh)
     return lambda flops: compute_time_s(work(flops), mesh.hardware, in_step=True)
 
 
@@ -69,4 +69,9 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
 def operator_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:
     """What an operator does on one rank; of a ring, all of its blocks."""
     split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.splits)
-    return local_work(call, rule, strategy, mesh.sizes, in_place=mesh.hardware.graphs)(rule.flops / math.prod(split))
+    return _local_work(call, rule, strategy, mesh)(rule.flops / math.prod(split))
+
+
+def _local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], Work]:
+    grouped = expert_kernels.serves(call, mesh.hardware)
+    return local_work(call, rule, strategy, mesh.sizes, in_place=mesh.hardware.graphs, grouped=grouped)

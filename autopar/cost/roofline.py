@@ -114,6 +114,7 @@ class Work:
     else 0.
     around_bytes: read and written by kernels before, between and behind its products, which wait for each other.
     name: the operator's base name (`silu_backward`), for profiles that have its speed.
+    launches: kernels that are launched for it.
     """
 
     op_class: str
@@ -125,12 +126,13 @@ class Work:
     variant: str = ""
     around_bytes: float = 0.0
     few_rows: float = 0.0
+    launches: float = 1.0
 
 
 def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> float:
     """Seconds for one operator on local shapes; for a view what the host takes for it, where that is waited for.
 
-    launch + max(time of the FLOPs, time of the bytes) + time of the bytes around. FLOPs: products and attention by
+    launches + max(time of the FLOPs, time of the bytes) + time of the bytes around. FLOPs: products and attention by
     their curves (`autopar.curves`), an operator with a rate by that, else flops / (peak(dtype) · efficiency(op_class)).
     Bytes: moved_bytes / what the memory gives for so many. Raises ValueError for an unknown class.
 
@@ -142,7 +144,7 @@ def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> 
     memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
     flops_s = _flops_time_s(work, hardware) / (hardware.kept_speed(work.op_class) if in_step else 1.0)
     around_s = work.around_bytes / hardware.memory_bytes_per_s(work.around_bytes) if work.around_bytes else 0.0
-    return hardware.launch_overhead_s + max(flops_s, memory_s) + around_s
+    return work.launches * hardware.launch_overhead_s + max(flops_s, memory_s) + around_s
 
 
 def _flops_time_s(work: Work, hardware: Hardware) -> float:

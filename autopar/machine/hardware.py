@@ -20,9 +20,10 @@ OP_CLASSES = ("matmul", "convolution", "attention", "attention_backward", "eleme
 PRODUCTS = ("matmul", "convolution", "attention", "attention_backward")
 """Those that compute in narrow formats where a device has them."""
 
-FUSED_KERNELS = ("rms_norm", "rotary", "stored_attention", "rotary_write")
+FUSED_KERNELS = ("rms_norm", "rotary", "stored_attention", "rotary_write", "experts")
 """What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out, attention of a few queries
-to keys and values that are stored as codes, a token's rotary embedding with what it writes into a cache.
+to keys and values that are stored as codes, a token's rotary embedding with what it writes into a cache, grouped
+products of experts.
 """
 
 

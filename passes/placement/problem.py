@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from torch import fx
 
-from autopar.cost import exchanges, rings
+from autopar.cost import exchanges, expert_kernels, rings
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
 from autopar.ir.program import Program
@@ -148,7 +149,8 @@ class _Builder(ValueClasses, Parameters):
             sizes[key] = sizes.get(key, 0.0) + size
         if rule.pair is not None:
             now = self.timeline.position[(region.name, node.name)]
-            bytes_of = rings.buffer_bytes if rule.ring is not None else exchanges.buffer_bytes
+            grouped = expert_kernels.serves(call, self.mesh.hardware)
+            bytes_of = partial(exchanges.buffer_bytes, grouped=grouped) if rule.ring is None else rings.buffer_bytes
             buffers = np.array([float(bytes_of(call, rule, each, self.sizes)) for each in options.strategies])
             sizes[now, now + 1] = sizes.get((now, now + 1), 0.0) + buffers
         return [Usage(start, end, size) for (start, end), size in sizes.items()]

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from autopar.operators.expert_tiles import rows_of_tile
+
 KINDS = ("up", "up_grad", "rows", "columns")
 
 
@@ -36,8 +38,6 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-ROW_TILES = (16, 32, 64, 128)
-"""Rows of a tile; an expert's rows on the average choose among them."""
 _SMALL_MEMORY = (86, 89, 120, 121)
 """Compute capabilities that give a program 99 KiB of shared memory, others 163 and more."""
 
@@ -119,8 +119,3 @@ def tile_of(kind: str, arch: int, dtype: torch.dtype, rows: float) -> Tile:
     if kind == "columns":
         return _COLUMNS["small" if arch in _SMALL_MEMORY else "hopper" if arch >= 90 else "ampere"]
     return (_HOPPER if arch >= 90 and arch not in _SMALL_MEMORY else _AMPERE)[kind][rows_of_tile(rows)]
-
-
-def rows_of_tile(rows: float) -> int:
-    """The rows of a tile for experts that have so many on the average."""
-    return next((each for each in ROW_TILES if rows <= each), ROW_TILES[-1])

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from autopar.operators.compiled_activations import compilable
+from autopar.operators.expert_tiles import ROW_TILES
 from autopar.runtime.kernels import expert_products, expert_rows
 from autopar.runtime.kernels.compile_spec import CompileSpec
-from autopar.runtime.kernels.expert_activations import compilable
-from autopar.runtime.kernels.expert_configs import KINDS, ROW_TILES, Tile, tile_of
+from autopar.runtime.kernels.expert_configs import KINDS, Tile, tile_of
 
 KERNELS = {
     "up": expert_products.up_kernel,
@@ -56,11 +57,11 @@ def _of_tile(kind: str, arch: int, dtype: torch.dtype, rows: int, tile: Tile) ->
         yield product_spec(kind, arch, dtype, tile, f"{name} gathered uneven", {"GATHER": True, "HAS_BIAS": True})
     else:
         for form, switches in _FORMS.items():
-            if kind == "up" and not switches.get("GATED"):
-                tile = tile_of("rows", arch, dtype, rows)
-                name = f"{rows}x{tile.block_n}"
+            is_single = kind == "up" and not switches.get("GATED")
+            own = tile_of("rows", arch, dtype, rows) if is_single else tile
             word = "" if rows == 128 or (rows == 16 and form == "gated") else " uneven"
-            yield product_spec(kind, arch, dtype, tile, f"{form} {name}{word}", {**usual, **switches})
+            label = f"{form} {rows}x{own.block_n}{word}"
+            yield product_spec(kind, arch, dtype, own, label, {**usual, **switches})
         yield product_spec(kind, arch, dtype, tile, f"gated {name} masked uneven", _FORMS["gated"])
 
 

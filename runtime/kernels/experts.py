@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.library import Library
 
 from autopar.base.torch_compat.autograd import recording
+from autopar.operators.compiled_activations import compilable
 from autopar.operators.expert_layout import Layout
+from autopar.operators.expert_tiles import FEW_PLACES, window_rows
 from autopar.operators.experts import experts as reference
 from autopar.operators.experts import gradients as reference_gradients
-from autopar.operators.rules.exchange_cost import FEW_PLACES, window_rows
 from autopar.runtime.kernels import expert_products, expert_rows
 from autopar.runtime.kernels.attention_problem import precision
-from autopar.runtime.kernels.expert_activations import compilable
 from autopar.runtime.kernels.expert_configs import Tile, tile_of
 from autopar.runtime.kernels.launch import capability
 from autopar.runtime.kernels.rows import as_rows, computes, launch, power_of_2, tiles
@@ -142,6 +142,7 @@ class _Call:
         self.num_rows = window_rows(x.shape[0], self.num_choices)
         self.text = compilable(layout.act)
         self.block_e = max(16, power_of_2(self.num_experts + 1))
+        self._parts: Tensor | None = None
         self.order, self.rows, self.offsets = places_by_expert(indices, self.num_experts, start)
 
     def windows(self) -> Iterator[_Window]:
@@ -161,7 +162,19 @@ class _Call:
 
     @cached_property
     def made_buffer(self) -> Tensor:
+        """[W, F], one for all windows, as the others."""
         return self.buffer(self.width)
+
+    @cached_property
+    def product_buffer(self) -> Tensor:
+        """[W, G F]: the first product, or its gradient."""
+        return self.buffer(self.columns)
+
+    def parts_buffer(self, num_n: int) -> Tensor:
+        """[W, n], float32."""
+        if self._parts is None:
+            self._parts = torch.empty((self.num_rows, num_n), dtype=torch.float32, device=self.x.device)
+        return self._parts
 
     def made(self, window: _Window) -> Tensor:
         """h[W, F]: of each row what its expert makes of it before the second product."""
@@ -218,8 +231,7 @@ class _Call:
             return self._first_gradient_apart(g, window)
         tile, grid, num_m = self._grid("up_grad", self.width)
         num_n = tiles(self.width, tile.block_n)
-        dproduct = self.buffer(self.columns)
-        parts = torch.empty((self.num_rows, num_n), dtype=torch.float32, device=g.device)
+        dproduct, parts = self.product_buffer, self.parts_buffer(num_n)
         launch(
             expert_products.up_grad_kernel, grid, g.device,
             self.x, g, self.first, self.second, self._bias(), self.weights, self.order, self.offsets, self.made_buffer,
@@ -248,7 +260,7 @@ class _Call:
 
     def _first_product(self, window: _Window) -> Tensor:
         """[W, G F]: what lies before the activation."""
-        product = self.buffer(self.columns)
+        product = self.product_buffer
         self.product(
             self.x, self.first, product, window, columns_first=True, gathered=True, bias=self.bias
         )  # fmt: skip

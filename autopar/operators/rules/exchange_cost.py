@@ -11,9 +11,6 @@ import math
 SPARE = 2.0
 """How many times the rows that are expected a rank takes at once; what is more comes in further rounds."""
 
-FEW_PLACES = 1024
-"""So many choices of tokens kernels always take at once."""
-
 
 def ranks_of_token(num_experts: int, chosen: int, num_ranks: int) -> float:
     """How many of n ranks have any of K different experts, on the average over all choices of K of E."""
@@ -36,10 +33,3 @@ def rounds_of(rows: list[list[int]], at_once: int) -> int:
     """How many rounds all ranks take together. rows[i][j]: those that rank i has for rank j; the same on all ranks."""
     received = [sum(column) for column in zip(*rows, strict=True)]
     return max(1, -(-max([*map(sum, rows), *received]) // at_once))
-
-
-def window_rows(tokens: int, chosen: int) -> int:
-    """How many rows, a token's choice each, kernels take at once: two a token. So what they hold does not grow with how
-    many of its experts are here; more take turns, and an expert's rows stay together but where a turn ends.
-    """
-    return min(tokens * chosen, max(2 * tokens, FEW_PLACES))

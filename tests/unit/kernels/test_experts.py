@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.operators.rules import exchange_cost
+from autopar.operators import expert_tiles
+from autopar.operators.compiled_activations import compilable
 from tests.unit.kernels.expert_cases import CLAMPED, GATED, ROUTINGS, Case
 from tests.unit.kernels.interpreted import assert_near, load
 
@@ -46,9 +47,9 @@ def test_every_routing(routing: str, window: bool, monkeypatch: pytest.MonkeyPat
     """
     case = Case(routing=[row[:1] + row for row in ROUTINGS[routing]], biased=True, start=2)
     if window:
-        monkeypatch.setattr(exchange_cost, "FEW_PLACES", 1)
+        monkeypatch.setattr(expert_tiles, "FEW_PLACES", 1)
         monkeypatch.setattr(load("experts"), "FEW_PLACES", 1)
-        assert exchange_cost.window_rows(len(case.routing), 3) == 2 * len(case.routing)
+        assert expert_tiles.window_rows(len(case.routing), 3) == 2 * len(case.routing)
     check(case)
 
 
@@ -72,7 +73,7 @@ def test_every_layout(interleaved: bool, transposed: bool, biased: bool, text: s
 )  # fmt: skip
 def test_every_gated_activation(text: str) -> None:
     """Breaks if the value, or either derivative, of an operator is another."""
-    assert load("expert_activations").compilable(text)
+    assert compilable(text)
     check(Case(act=text, E=1, D=16, F=16, routing=[[0], [0], [0], [0], [0]], biased=True))
 
 
@@ -132,7 +133,7 @@ def nothing(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: An
 @pytest.mark.parametrize("few", [1, 1024])
 def test_the_host_waits_for_nothing(text: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a count comes to the host. Launches are left out: the interpreter reads its arguments."""
-    monkeypatch.setattr(exchange_cost, "FEW_PLACES", few)
+    monkeypatch.setattr(expert_tiles, "FEW_PLACES", few)
     monkeypatch.setattr(load("experts"), "FEW_PLACES", few)
     monkeypatch.setattr(load("experts"), "launch", nothing)
     case = Case(act=text, biased=True)
@@ -168,7 +169,6 @@ def test_places_are_sorted_by_experts(numbers: list[int], num_experts: int, star
 
 
 def test_texts_that_kernels_do_not_know() -> None:
-    compilable = load("expert_activations").compilable
     assert compilable(CLAMPED) == (
         "mul(add(clamp(up,-0.7,0.7),1.0),mul(clamp(gate,None,0.7),sigmoid(mul(clamp(gate,None,0.7),1.702))))"
     )
