@@ -81,7 +81,7 @@ def held_bytes(call: OpCall, tokens: int, hidden: int, width: int, columns: int)
     is_apart = not compilable(str(call.arg("act")))
     if is_grad:
         row = (hidden + width + columns) * size + -(-width // _COLUMNS_OF_PART) * 4
-        row += (2 * columns + (6 + 2 * str(call.arg("act")).count("(")) * width) * wide if is_apart else 0
+        row += (columns + (4 + 2 * str(call.arg("act")).count("(")) * width) * wide if is_apart else 0
     else:
         row = (hidden + width) * size
         row += (columns + 2 * width) * wide if is_apart else 0

@@ -59,15 +59,31 @@ def experts(
     storage: of `STORAGES_OF_WEIGHTS`; then first and second are codes of [E, G F, D] and [E, D, F], in rows, groups or
     blocks that share a scale, and scales and zeros have one for each.
     """
-    layout, num_choices = Layout(act, gated, interleaved, transposed), indices.shape[-1]
-    if not storage and fits(x, indices, first, second, bias):
-        return grouped(x, indices, weights, first, second, bias, layout, start)
+    layout = Layout(act, gated, interleaved, transposed)
     one, other = Held(storage, first, first_scales, first_zeros), Held(storage, second, second_scales, second_zeros)
-    if storage and x.is_cuda and 0 < indices.numel() <= MOST_FEW:
+    if not storage:
+        served = fits(x, indices, first, second, bias)
+        return (grouped if served else one_by_one)(x, indices, weights, first, second, bias, layout, start)
+    if x.is_cuda and 0 < indices.numel() <= MOST_FEW:
         return of_few(x, indices, weights, one, other, bias, layout, start)
-    flat = weights.reshape(-1)
+    return _one_by_one(x, indices, weights, one, other, bias, layout, start)
+
+
+def one_by_one(
+    x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor, bias: Tensor | None, layout: Layout,
+    start: int,
+) -> Tensor:  # fmt: skip
+    """`experts` of no codes, expert by expert: the host waits for how many rows each has."""
+    held = (Held("", each, None, None) for each in (first, second))
+    return _one_by_one(x, indices, weights, *held, bias, layout, start)
+
+
+def _one_by_one(
+    x: Tensor, indices: Tensor, weights: Tensor, one: Held, other: Held, bias: Tensor | None, layout: Layout, start: int
+) -> Tensor:
+    num_choices, flat = indices.shape[-1], weights.reshape(-1)
     out = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
-    for expert, places in _groups(indices, first.shape[0], start):
+    for expert, places in _groups(indices, one.held.shape[0], start):
         tokens = places // num_choices
         product = x[tokens] @ layout.inward(one.of(expert, x.shape[1]))
         activated = layout.activated(product if bias is None else product + bias[expert])
@@ -99,8 +115,16 @@ def gradients(
     layout: Layout, start: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Of `experts_grad_bias`; where there is no bias, the last one is empty."""
-    if fits(x, indices, first, second, bias) and g.dtype == x.dtype:
-        return grouped_gradients(g, x, indices, weights, first, second, bias, layout, start)
+    served = fits(x, indices, first, second, bias) and g.dtype == x.dtype
+    found = grouped_gradients if served else gradients_one_by_one
+    return found(g, x, indices, weights, first, second, bias, layout, start)
+
+
+def gradients_one_by_one(
+    g: Tensor, x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: Tensor, bias: Tensor | None,
+    layout: Layout, start: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`gradients`, expert by expert."""
     num_choices, flat = indices.shape[-1], weights.reshape(-1)
     dx = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
     dweights, dfirst, dsecond = torch.zeros_like(flat), torch.zeros_like(first), torch.zeros_like(second)

@@ -3,8 +3,8 @@
     python benchmarks/first_light/run.py SECTION… --out DIR [--budget SECONDS] [--jobs N] [--profile FILE]
                                          [--device cpu] [--quick]
 
-Sections, in the order given: env, kernels, train, streams, candidates, attention, step1b, generate, calibrate,
-accuracy. Each is a process of its own, ended when the budget is; what it has found by then is kept. DIR gets
+Sections, in the order given: env, kernels, train, streams, candidates, decode, experts, attention, step1b, generate,
+calibrate, accuracy. Each is a process of its own, ended when the budget is; what it has found by then is kept. DIR gets
 SECTION.jsonl, a row a line, and SECTION.log, what it printed. A short table comes last. Exit code: 0; 1 where a row is
 wrong or a section broke; 2 for bad arguments.
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 TOGETHER = ("kernels", "train", "streams", "candidates")
 """Sections that time nothing."""
-SECTIONS = ("env", *TOGETHER, "decode", "attention", "step1b", "generate", "calibrate", "accuracy")
+SECTIONS = ("env", *TOGETHER, "decode", "experts", "attention", "step1b", "generate", "calibrate", "accuracy")
 ENDED = ("", "out of time", "no time left")
 """Ways to end that are no fault."""
 LEAST_S = 5.0
@@ -117,7 +117,7 @@ def environment_of(name: str, device: str) -> Mapping[str, str]:
     }  # fmt: skip
     if device == "cpu":
         found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        if name in ("kernels", "candidates", "decode", "attention"):
+        if name in ("kernels", "candidates", "decode", "experts", "attention"):
             found |= {"TRITON_INTERPRET": "1", "AUTOPAR_ATTENTION": "triton"}
     return found
 

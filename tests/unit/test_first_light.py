@@ -46,10 +46,11 @@ def test_sections_run_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_section_of_a_token_runs_without_a_gpu(tmp_path: Path) -> None:
-    """Breaks if the check of a token's kernels would end in an error on a GPU that shows here too."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "first_light" / "run.py"), "decode", "--device", "cpu"]
+@pytest.mark.parametrize("section", ["decode", "experts"])
+def test_the_section_of_some_kernels_runs_without_a_gpu(section: str, tmp_path: Path) -> None:
+    """Breaks if the check of a token's kernels, or of experts', would end in an error on a GPU that shows here too."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "first_light" / "run.py"), section, "--device", "cpu"]
     options = ["--quick", "--budget", "240", "--out", str(tmp_path)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=260)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {row["ok"] for row in rows_of(tmp_path / "decode.jsonl")} == {True}
+    assert {row["ok"] for row in rows_of(tmp_path / f"{section}.jsonl")} == {True}
