@@ -81,8 +81,8 @@ def cell(name: str, model: Any, strategy: str, cache: str | None) -> Row:
     )
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The table of all cells."""
+def page(rows: Sequence[Row], cache: str | None) -> str:
+    """The table of all cells. cache: how keys and values are stored."""
     columns = [name for name in STRATEGIES if any(row.strategy == name for row in rows)]
     by_cell = {(row.model, row.strategy): row for row in rows}
     notes: list[str] = []
@@ -108,7 +108,8 @@ def page(rows: Sequence[Row]) -> str:
     head = (
         f"# generate(): plans proven\n\n{pages.machine()}. {right} of {len(rows)} cells of {len(names)} models are "
         f"right to 1e-9, {wrong} are wrong. Batch {WANTED.batch}, prompt {WANTED.prompt}, {WANTED.new_tokens} new "
-        "tokens, two simulated ranks (products of two: four), float64; a cell's number is the largest relative error "
+        f"tokens, {f'keys and values stored as {cache}, ' if cache else ''}two simulated ranks (products of two: "
+        "four), float64; a cell's number is the largest relative error "
         f"of a logit. Plan and proof took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median "
         f"{seconds[len(seconds) // 2]:.0f}.\n\n"
     )
@@ -132,9 +133,10 @@ def main() -> int:
             rows.append(cell(name, model, strategy, options.cache))
             print(rows[-1], flush=True)
             pages.keep(options.json, rows[-1])
-    print(page(rows))
+    print(page(rows, options.cache))
     if options.write:
-        print(pages.write("generations", page(rows)))
+        name = f"generations-{options.cache}" if options.cache else "generations"
+        print(pages.write(name, page(rows, options.cache)))
     return int(any(row.found == "NOT EQUAL" for row in rows))
 
 

@@ -80,6 +80,9 @@ def test_codes_say_the_matrices(way: str, turned: bool) -> None:
         way, want.abs() / 16 + largest / 448 / 1024
     )
     assert ((have - want).abs() <= step * (1 + 1e-6)).all()
+    if way == "mxfp4":  # OCP MX 1.0, 6.3: the largest exponent less that of the largest code, 4
+        exponents = want.reshape(EXPERTS, *how.cut).abs().amax(3, keepdim=True).log2().floor()
+        assert torch.equal(2 * layer.w_scales, 2.0 ** (exponents - 2))
     assert layer.table.is_floating_point()
     held = sum(x.numel() * x.element_size() for name, x in layer.named_parameters() if "codes" in name)
     assert held == before.numel() // (2 if way in ("int4", "mxfp4") else 1)
@@ -113,12 +116,13 @@ def test_experts_that_are_chosen_are_decoded(sample: tuple[Any, ...]) -> None:
     total = torch.zeros_like(want)
     for start in (0, 2):  # each rank has two experts
         here = slice(start, start + 2)
-        held = [
+        ways = [
             Held(said["storage"], codes[here], said[f"{name}_scales"][here], zeros if zeros is None else zeros[here])
             for name, codes in (("first", first), ("second", second))
             for zeros in (said.get(f"{name}_zeros"),)
         ]
-        total += of_few(x, indices, weights, *held, bias[0][here] if bias else None, layout, start)
+        own = bias[0][here] if bias else None
+        total += of_few(x, indices, weights, ways[0], ways[1], own, layout, start)
     torch.testing.assert_close(total, want, rtol=1e-12, atol=1e-12)
     spoilt = {name: value.index_fill(0, torch.tensor([2]), torch.nan) if name.endswith("scales") else value
               for name, value in said.items()}  # fmt: skip
