@@ -40,7 +40,7 @@ from autopar.base.huggingface.generation import (
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.decide import decide
-from autopar.planner.generation import Generation, ways_of
+from autopar.planner.generation import Generation, check_pieces, ways_of
 from autopar.strategies.context import ways_of_cache
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
@@ -141,6 +141,7 @@ def planned(
     is.
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=options.get("hardware"))
+    check_pieces(generation, options["strategy"], mesh)
     inputs = phase_inputs(model, generation, ways_of(options["strategy"], mesh))
     traced = {} if captured is None else captured
 

@@ -9,7 +9,7 @@ head of another rank, a decode that reads what prefill left otherwise than it li
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from autopar.api.interpret import state_of
 from autopar.api.promote import default_dtype, only
 from autopar.api.proof import NotEager, Proof, fits_here, program_of, scaled_mesh
 from autopar.api.small_model import as_drawn, small_model
+from autopar.base.codes import is_by_channel
 from autopar.base.huggingface import caches, experts, huggingface
 from autopar.base.huggingface.generation import Within, driven, has_encoder, outputs, vocabulary
 from autopar.base.stored_weights import ways_of
@@ -84,12 +85,18 @@ def verify_generation(
     notes: tuple[str, ...] = ()
     if wanted.cache is not None:
         from autopar.base.huggingface.coded_reference import Rounding, rounding_cache
+        from autopar.base.huggingface.windowed_reference import WindowedRounding
 
-        rounding = Rounding(wanted.cache, run.kept, rtol)
         mask = None if has_encoder(model) else prompt["attention_mask"]
-        whole = _whole(model, prompt, ids, dtype, rounding_cache(model, rounding))
+        if is_by_channel(wanted.cache):
+            rounding: Rounding = WindowedRounding.of(wanted.cache, run.kept, rtol)
+            calls = [first // wanted.chunks] * wanted.chunks + [1] * (ids.shape[1] - first)
+            whole = _by_calls(model, prompt, ids, dtype, rounding_cache(model, rounding), calls)
+        else:
+            rounding = Rounding(wanted.cache, run.kept, rtol)
+            whole = _whole(model, prompt, ids, dtype, rounding_cache(model, rounding))
         rows += [comparison(name, want, have, rtol, atol, 0.0) for name, want, have in rounding.compared(mask)]
-        notes = _notes(rounding, exact[:, first - 1 :], whole[:, first - 1 :])
+        notes = _notes(wanted.cache, rounding, exact[:, first - 1 :], whole[:, first - 1 :])
     if stored := ways_of(model):
         with as_drawn(model):
             plain = _whole(model, prompt, ids, dtype)
@@ -147,9 +154,9 @@ class _Run:
         return outputs(wanted, cache, name)
 
 
-def _notes(rounding: Any, exact: Tensor, rounded: Tensor) -> tuple[str, ...]:
+def _notes(storage: str, rounding: Any, exact: Tensor, rounded: Tensor) -> tuple[str, ...]:
     """What storing the cache so does to the model. exact, rounded: logits [batch, positions, vocabulary]."""
-    said = change(f"a cache in {rounding.storage}", exact, rounded)
+    said = change(f"a cache in {storage}", exact, rounded)
     edges = f"{rounding.edges} codes lie between two that are both right" if rounding.edges else ""
     return (said, edges) if edges else (said,)
 
@@ -179,6 +186,25 @@ def _whole(model: Any, prompt: Mapping[str, Tensor], ids: Tensor, dtype: torch.d
             ) from error
     assert isinstance(found.logits, Tensor)
     return found.logits
+
+
+def _by_calls(
+    model: Any, prompt: Mapping[str, Tensor], ids: Tensor, dtype: torch.dtype, cache: Any, calls: Sequence[int]
+) -> Tensor:
+    """The same, of so many tokens a call, as a cache is written. cache: an empty one of transformers'."""
+    found, end = [], 0
+    for count in calls:
+        begin, end = end, end + count
+        given: dict[str, Any] = {"use_cache": True, str(caches.name_of(model)): cache}
+        if has_encoder(model):
+            given |= {**prompt, "decoder_input_ids": ids[:, begin:end]}
+        else:
+            given |= {"input_ids": ids[:, begin:end], "attention_mask": torch.ones_like(ids[:, :end])}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                given["position_ids"] = torch.arange(begin, end).expand(len(ids), -1)
+        with _eager(model, dtype):
+            found.append(model(**given).logits)
+    return torch.cat(found, 1)
 
 
 @contextmanager

@@ -95,12 +95,27 @@ STORAGES: Mapping[str, Storage] = MappingProxyType(
 """By the name that a user gives."""
 
 
+_BY_CHANNEL = "-channel"
+CACHES = (*STORAGES, *(f"{name}{_BY_CHANNEL}" for name in STORAGES))
+"""How keys and values may be stored: with a scale a token; or keys with one a channel of a group of tokens."""
+
+
+def is_by_channel(storage: str | None) -> bool:
+    """Whether keys have a scale a channel, and the last tokens are kept as they are. storage: of `CACHES`."""
+    return storage is not None and storage.endswith(_BY_CHANNEL)
+
+
+def codes_of(storage: str) -> Storage:
+    """What codes a cache holds. storage: of `CACHES`."""
+    return STORAGES[storage.removesuffix(_BY_CHANNEL)]
+
+
 def check_storage(name: str | None, what: str) -> None:
-    """Raises an AutoparError for a name that is no storage. what: is stored."""
-    if name is not None and name not in STORAGES:
+    """Raises an AutoparError for a name that is none of `CACHES`. what: is stored."""
+    if name is not None and name not in CACHES:
         raise AutoparError(
             f"{what} cannot be stored as {name!r}",
-            remedy=f"one of {', '.join(map(repr, STORAGES))}; leave it out to store them as they are",
+            remedy=f"one of {', '.join(map(repr, CACHES))}; leave it out to store them as they are",
         )
 
 

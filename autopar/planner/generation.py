@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.base.codes import check_storage
+from autopar.base.codes import check_storage, is_by_channel
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.caches import states_among
 from autopar.base.huggingface.reuse import position_dims
 from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
-from autopar.strategies.context import ways_of_cache
+from autopar.strategies.context import of_cache, ways_of_cache
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
 
@@ -29,6 +29,20 @@ def ways_of(strategy: Strategy, mesh: Mesh) -> int:
     """
     stage = mesh if pipeline_of(strategy, mesh) is None else mesh.without(AXIS)
     return ways_of_cache(resolve(strategy, mesh), stage)
+
+
+def check_pieces(generation: Generation, strategy: Strategy, mesh: Mesh) -> None:
+    """Raises an AutoparError where a cache is to be cut along its length that cannot be."""
+    stage = mesh if pipeline_of(strategy, mesh) is None else mesh.without(AXIS)
+    named = zip(stage.axes, of_cache(resolve(strategy, mesh)), strict=True)
+    cut = [axis for (axis, _), each in named if each.attention == "keys"]
+    if cut and is_by_channel(generation.cache):
+        raise AutoparError(
+            "a cache whose keys have a scale a channel is not cut along its length",
+            where=f"axis {cut[0]}",
+            values=f"cache={generation.cache!r}",
+            remedy="cache='int8', 'int4' or 'fp8', or a strategy that splits heads or rows",
+        )
 
 
 def pieces_pinned(inputs: Mapping[str, Any], pins: Sequence[Pin], mesh: Mesh) -> int:
@@ -63,7 +77,8 @@ class Generation:
     batch: sequences. prompt: tokens of each, and new_tokens that are made of it. beams: of each sequence, where
     `generate(num_beams=…)` searches. padded: whether prompts have different lengths, with padding on the left. chunk:
     how many tokens of a prompt go through the model in one call, as `prefill_chunk_size=` of `generate()`; None: all.
-    cache: how keys and values are stored, "fp8", "int8" or "int4", with a scale a head and token; None: as they are.
+    cache: how keys and values are stored, "fp8", "int8" or "int4", with a scale a head and token; "int8-channel" and so
+    on: keys with a scale a channel of 32 tokens, the last tokens as they are (KIVI); None: as they are.
     """
 
     batch: int = 1
@@ -81,6 +96,12 @@ class Generation:
                 "nothing to generate",
                 values=f"{self}",
                 remedy="batch, prompt and beams are 1 or more, new_tokens 2 or more: for one, plan(inference=True)",
+            )
+        if self.padded and is_by_channel(self.cache):
+            raise AutoparError(
+                "prompts of different lengths cannot be padded where keys have a scale a channel",
+                values=f"cache={self.cache!r}",
+                remedy="cache='int8', 'int4' or 'fp8', or padded=False",
             )
         if self.chunk is not None and self.chunk < 1:
             raise AutoparError(

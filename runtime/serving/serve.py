@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import serving
-from autopar.base.huggingface.caches import NAMES, name_of
+from autopar.base.huggingface.caches import NAMES, check_serves, name_of
 from autopar.base.huggingface.reuse import places
 from autopar.base.huggingface.sampling import Chooser
 from autopar.runtime.engine import Engine
@@ -190,6 +190,7 @@ class _Server:
     def _empty_slots(self, length: int) -> Any:
         """A cache that lies as the program of a token leaves it."""
         fresh = self.engine.new_cache(self.num_slots, length, None)
+        check_serves(fresh)
         self.slots = fresh.after(fresh.states())
         self._call_slots()
         self.slots.advance(-1)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.base.codes import is_by_channel
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts
 from autopar.base.huggingface.layout import KINDS, Layout
 from autopar.base.huggingface.masks import SPELLED_OUT
-from autopar.base.huggingface.reuse import fitting, needed
+from autopar.base.huggingface.reuse import does_not_go_back, fitting, needed
 
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
@@ -69,11 +70,23 @@ def check_cache(inputs: Mapping[str, Any]) -> None:
             )
 
 
+def check_serves(cache: Any) -> None:
+    """Raises an AutoparError for a cache of ours whose rows cannot be moved by columns, as requests come and go."""
+    if any(is_by_channel(layout.storage) for layout in cache.layouts()):
+        raise AutoparError(
+            "requests that come and go cannot share a cache whose keys have a scale a channel",
+            values="tokens of a group share scales, wherever a request begins",
+            remedy="compile with cache='int8', 'int4' or 'fp8'",
+        )
+
+
 def check_forgets(cache: Any) -> None:
     """Raises an AutoparError for a cache of ours that cannot go back behind drafts that were not taken."""
     from autopar.base.huggingface.states import CROPPABLE
 
     for number, layout in enumerate(cache.layouts()):
+        if is_by_channel(layout.storage):
+            raise does_not_go_back()
         if layout.kind not in CROPPABLE:
             raise AutoparError(
                 "generate() of this compiled model cannot try drafts: a recurrent state does not go back",
@@ -231,6 +244,16 @@ Maker = Callable[[Any, int, int, Tensor | None], Any]
 """(model, batch, length, what its encoder gave) -> a cache."""
 
 
+def _check_padding(cache: Any, mask: Any) -> None:
+    """Raises an AutoparError where padding would share scales with tokens: what it computes means nothing."""
+    by_channel = any(is_by_channel(layout.storage) for layout in cache.layouts())
+    if by_channel and isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
+        raise AutoparError(
+            "prompts of different lengths cannot be padded where keys have a scale a channel",
+            remedy="store them with a scale a token (cache='int8', 'int4' or 'fp8'), or generate for one length alone",
+        )
+
+
 def generating(
     original: Any,
     make: Maker,
@@ -272,6 +295,7 @@ def generating(
         else:
             length = needed(model_kwargs, length, config.max_new_tokens)
             model_kwargs[name] = fitting(model_kwargs[name], rows, whole(self, length))
+        _check_padding(model_kwargs[name], model_kwargs.get("attention_mask"))
         if config.prefill_chunk_size is not None:
             setattr(model_kwargs[name], SPELLED_OUT, True)
         if mode.value == "assisted_generation":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class Rounding:
     written: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """What came out: by layer; 0 keys, 1 values."""
 
+    across: Rounding | None = None
+    """Of what an encoder gave, where that is stored otherwise."""
+
     def compared(self, mask: Tensor | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(what it is, as rounded here, as the program has it), of all positions that are written and seen.
 
@@ -60,18 +64,28 @@ class Rounding:
 
     def round(self, number: int, place: int, x: Tensor) -> Tensor:
         """x [batch, heads, positions, dim]: the nearest numbers that codes stand for."""
+        theirs = numbers_of(self.storage, self._stored(number, place)[0])[:, :, : x.shape[2]]
+        found = self.nearest(x, theirs, 3)
+        self.written[number, place] = found
+        return found
+
+    def nearest(self, x: Tensor, theirs: Tensor, dim: int) -> Tensor:
+        """The nearest numbers that codes stand for. theirs: what the program's say, before scales. dim: of numbers that
+        share a scale.
+        """
         values = torch.tensor(_NUMBERS[self.storage], dtype=torch.float64)
         top = float(values.max())
-        magnitude = x.double().norm(p=math.inf, dim=3)[..., None]
+        magnitude = x.double().norm(p=math.inf, dim=dim, keepdim=True)
         scale = torch.where(magnitude > 0, magnitude / top, torch.ones_like(magnitude))
         steps = x.double() / scale
         middles = (values[1:] + values[:-1]) / 2
         index = torch.searchsorted(middles, steps.contiguous())
-        theirs = numbers_of(self.storage, self._stored(number, place)[0])[:, :, : steps.shape[2]]
         index = self._settled(theirs, steps, index, values, middles)
-        found = (values[index] * scale).to(x.dtype)
-        self.written[number, place] = found
-        return found
+        return (values[index] * scale).to(x.dtype)
+
+    def update(self, update: Any, number: int, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What attention takes of layer `number` where these are new. update: transformers' own."""
+        return update(self.round(number, 0, keys), self.round(number, 1, values), *args, **kwargs)
 
     def _settled(self, theirs: Tensor, steps: Tensor, index: Tensor, values: Tensor, middles: Tensor) -> Tensor:
         """With the program's choice where a number is in the middle between two."""
@@ -145,12 +159,6 @@ def rounding_cache(model: nn.Module, rounding: Rounding) -> Any:
         )
     for number, (layer, own) in enumerate(zip(layers, ours, strict=True)):
         if own.layout.storage is not None:
-            layer.update = _rounded(layer.update, rounding, number)
+            own_rounding = rounding.across if own.layout.kind == "cross" and rounding.across is not None else rounding
+            layer.update = partial(own_rounding.update, layer.update, number)
     return cache
-
-
-def _rounded(update: Any, rounding: Rounding, number: int) -> Any:
-    def rounded(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return update(rounding.round(number, 0, keys), rounding.round(number, 1, values), *args, **kwargs)
-
-    return rounded

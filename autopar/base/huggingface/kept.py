@@ -14,6 +14,9 @@ from torch import Tensor
 
 from autopar.base.codes import STORAGES
 
+Seen = tuple["Kept", Any]
+"""What is kept after a call, and what attention takes in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -53,12 +56,13 @@ class Kept:
     def tensors(self) -> list[Any]:
         return [self.stored] if self.storage is None else [self.stored, self.scales]
 
-    def read(self) -> Any:
+    def read(self, written: Any = None) -> Any:
         """[batch, heads, length, dim], as attention takes them."""
         return self.stored if self.storage is None else STORAGES[self.storage].decode(self.stored, self.scales)
 
-    def written(self, at: Tensor, x: Tensor) -> Kept:
+    def written(self, at: Tensor, x: Tensor, before: Any = None) -> Seen:
         """With x [batch, heads, new, dim] at these positions."""
         new = Kept.of(self.storage, x).tensors()
         old = self.tensors()
-        return Kept(self.storage, *(one.index_copy(2, at, each) for one, each in zip(old, new, strict=True)))
+        found = Kept(self.storage, *(one.index_copy(2, at, each) for one, each in zip(old, new, strict=True)))
+        return found, found.read()

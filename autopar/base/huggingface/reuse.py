@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.base.codes import is_by_channel
 from autopar.base.errors import AutoparError
 
 OF_KIND: dict[str, tuple[int | None, ...]] = {
@@ -47,6 +48,15 @@ def as_it_is(cache: Any) -> Any:
     return type(cache).of(cache.layouts(), cache.states())
 
 
+def does_not_go_back() -> AutoparError:
+    """Of a cache that is to forget its last positions."""
+    return AutoparError(
+        "a cache whose keys have a scale a channel does not go back",
+        values="what its last tokens were before they became codes is not kept",
+        remedy="leave drafts and crop() out, or store it with a scale a token: cache='int8', 'int4' or 'fp8'",
+    )
+
+
 def places(cache: Any, otherwise: int) -> int:
     """How many positions a cache has room for, of which as many are written as it says. otherwise: where none of its
     states grows.
@@ -56,7 +66,17 @@ def places(cache: Any, otherwise: int) -> int:
 
 
 def longer(cache: Any, length: int) -> Any:
-    """A copy with room for `length` positions."""
+    """A copy with room for `length` positions.
+
+    Raises:
+        AutoparError: keys with a scale a channel, whose codes have no room.
+    """
+    if any(is_by_channel(layout.storage) for layout in cache.layouts()):
+        raise AutoparError(
+            "a cache whose keys have a scale a channel cannot be made longer",
+            values=f"{length} positions are wanted",
+            remedy="make room for all turns in the first call: max_cache_len=",
+        )
 
     def padded(x: Tensor, dim: int | None) -> Tensor:
         if dim is None or x.shape[dim] >= length:
@@ -73,7 +93,10 @@ def position_dims(cache: Any) -> list[int | None]:
         if layout.kind in ("linear", "hybrid"):
             found += [None for part in layout.parts for has in (part.window is not None, part.recurs) if has]
         dims = OF_KIND[layout.kind]
-        found += dims if layout.storage is None else (*dims[:1] * 2, *dims[1:2] * 2, *dims[2:])  # codes and scales
+        if is_by_channel(layout.storage):  # codes, scales, a window, which stay as long as they are
+            found += (*dims[:1], None, None, *dims[1:2], None, None, *dims[2:])
+        else:
+            found += dims if layout.storage is None else (*dims[:1] * 2, *dims[1:2] * 2, *dims[2:])  # codes and scales
     return found
 
 

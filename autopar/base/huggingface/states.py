@@ -25,8 +25,11 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionLayer
 from transformers.utils import ModelOutput
 
+from autopar.base.codes import codes_of, is_by_channel
 from autopar.base.huggingface.kept import Kept
 from autopar.base.huggingface.layout import KINDS, STORED, Layout, Part
+from autopar.base.huggingface.reuse import does_not_go_back
+from autopar.base.huggingface.windows import Windowed
 from autopar.base.torch_compat.tracing import register_container
 
 
@@ -35,11 +38,15 @@ class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
 
     is_compileable = True
     is_sliding = False
-    kept: tuple[Kept, Kept]
+    kept: tuple[Kept | Windowed, Kept | Windowed]
+    cumulative_length: Any = None
 
     def take(self, storage: str | None, tensors: Iterator[Tensor]) -> None:
         """Keep what comes next of the tensors."""
-        self.kept = (Kept.take(storage, tensors), Kept.take(storage, tensors))
+        if storage is not None and is_by_channel(storage):
+            self.kept = Windowed.take(storage, True, tensors), Windowed.take(storage, False, tensors)
+        else:
+            self.kept = Kept.take(storage, tensors), Kept.take(storage, tensors)
         self.is_initialized = True
 
     def kept_tensors(self) -> list[Tensor]:
@@ -47,7 +54,7 @@ class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
 
     @property
     def keys(self) -> Any:
-        return self.kept[0].read()
+        return self.kept[0].read(self.cumulative_length)
 
     @keys.setter
     def keys(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -55,7 +62,7 @@ class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
 
     @property
     def values(self) -> Any:
-        return self.kept[1].read()
+        return self.kept[1].read(self.cumulative_length)
 
     @values.setter
     def values(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -88,10 +95,13 @@ class _Attention(_Keys):
         return [*self.kept_tensors(), self.cumulative_length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        at = _following(key_states.shape[-2], self.cumulative_length)
-        self.cumulative_length = self.cumulative_length + key_states.shape[-2]
-        self.kept = (self.kept[0].written(at, key_states), self.kept[1].written(at, value_states))
-        return self.keys, self.values
+        before = self.cumulative_length
+        at = _following(key_states.shape[-2], before)
+        self.cumulative_length = before + key_states.shape[-2]
+        keys, seen_keys = self.kept[0].written(at, key_states, before)
+        values, seen_values = self.kept[1].written(at, value_states, before)
+        self.kept = keys, values
+        return seen_keys, seen_values
 
     def get_seq_length(self) -> Any:
         return self.cumulative_length
@@ -102,6 +112,8 @@ class _Attention(_Keys):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last positions, whose number comes negative: they are masked, and written anew."""
+        if is_by_channel(self._layout.storage):
+            raise does_not_go_back()
         self.cumulative_length = self.cumulative_length + tokens_to_remove
 
 
@@ -455,10 +467,16 @@ def states_across(
     """
     if getattr(layer, "keys", None) is None or layer.values is None:
         raise ValueError
-    return Layout("cross", (Part(None, False),), storage), _empty_pair(layer, length, device, storage)
+    own = None if storage is None else codes_of(storage).name  # written once: it has no last tokens
+    return Layout("cross", (Part(None, False),), own), _empty_pair(layer, length, device, own)
 
 
 def _empty_pair(layer: Any, length: int, device: torch.device, storage: str | None) -> list[Tensor]:
     """Of keys and values."""
     kept = [((*x.shape[:2], length, x.shape[3]), x.dtype) for x in (layer.keys, layer.values)]
+    if storage is not None and is_by_channel(storage):
+        return [
+            x for of_keys, (shape, dtype) in zip((True, False), kept, strict=True)
+            for x in Windowed.empty(storage, of_keys, shape, dtype, device)
+        ]  # fmt: skip
     return [x for shape, dtype in kept for x in Kept.empty(storage, shape, dtype, device)]
