@@ -262,7 +262,7 @@ class _Stripes:
 def _placeholder_keys(region: Region) -> list[tuple[str, str, int]]:
     keys = [("slot", region.name, i) for i in range(len(region.slots))]
     keys += [("in", region.name, i) for i in range(len(region.inputs))]
-    keys += [("seed", region.name, 0)] * region.uses_dropout
+    keys += [("seed", region.name, i) for i in range(region.seeds)]
     return keys + [("gout", region.name, i) for i in region.tangents]
 
 

@@ -219,7 +219,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
     _refuse_draws(module.graph, region)
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
-    return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout, draws=len(drawn)))
+    return _split_phases(replace(region, graph=simplified, seeds=int(uses_dropout), draws=len(drawn)))
 
 
 def _no_shapes(error: Exception, region: Region) -> AutoparError:

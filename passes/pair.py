@@ -12,8 +12,8 @@ Ensures: the same phase. Every region takes the values of two microbatches, and 
                             y_b = experts(h_b, …)
 
 Rows are cut by the microbatches, so what sums over a batch is put together as theirs are. Where statements come is for
-`interleave` to say. A program that draws random numbers, changes buffers or returns states is left as it is, and so is
-one without an exchange: nothing would be hidden.
+`interleave` to say. What one draws at random follows from its own seed, as in turn. A program that changes buffers or
+returns states is left as it is, and so is one without an exchange: nothing would be hidden.
 """
 
 from __future__ import annotations
@@ -90,8 +90,6 @@ def why_not(program: Program) -> str:
         return f"a step has {plural(program.microbatches, 'microbatch', 'microbatches')}"
     if program.share is not None or program.pipeline is not None:
         return "a pipeline runs microbatches in turn"
-    if any(region.uses_dropout for region in program.regions):
-        return "it draws random numbers"
     if program.updates:
         return "it changes buffers"
     if program.by_value:
@@ -156,9 +154,10 @@ class _Pair:
         own, nodes = self.own, list(self.own.graph.nodes)
         holders = [node for node in nodes if node.op == "placeholder"]
         fixed, given = len(own.slots), len(own.slots) + len(own.inputs)
+        seeded = given + own.seeds
         for node in holders[:fixed]:
             self.first[node] = self.second[node] = self._copy(node, self.first, "")
-        for group in (holders[fixed:given], holders[given:]):
+        for group in (holders[fixed:given], holders[given:seeded], holders[seeded:]):
             self._twice(group)
         self._twice([node for node in nodes if node.op not in ("placeholder", "output")])
         (output,) = (node for node in nodes if node.op == "output")
@@ -170,6 +169,7 @@ class _Pair:
         return replace(
             own,
             graph=self.graph,
+            seeds=TOGETHER * own.seeds,
             inputs=_ports(own.inputs, self.suffix),
             outputs=_ports(own.outputs, self.suffix),
             tangents=(*own.tangents, *(index + count for index in own.tangents)),

@@ -67,7 +67,8 @@ def _run(comm: RecordingComm, interface: ProgramInterface, program: LoadedProgra
     inputs = split_together(program, comm, whole, beside)
     seed = torch.zeros((), dtype=torch.int64, device="meta")
     held: dict[str, Tensor] = {}
-    done = [program.forward(comm, state, held, inputs, seed) for _ in range(interface.microbatches)]
+    seeds = (seed, seed) if beside else seed
+    done = [program.forward(comm, state, held, inputs, seeds) for _ in range(interface.microbatches)]
     if any(parameter.differentiable for parameter in interface.parameters):
         sums: dict[str, Tensor] = {}
         for number, (outputs, saved) in enumerate(done, start=1):

@@ -151,9 +151,11 @@ class Step:
         """Outputs of each microbatch of a group, what backward needs, and the state with the buffers that changed."""
         batch, interface = self.batch, self.batch.interface
         inputs = batch.inputs_of(group)
-        seed = seed_of(self.seed, group[0], batch.comm.device)
+        seeds = tuple(seed_of(self.seed, i, batch.comm.device) for i in group)
         with self._recorded(group[0]):
-            outputs, saved = batch.program.forward(batch.comm, state, held, inputs, seed)
+            outputs, saved = batch.program.forward(
+                batch.comm, state, held, inputs, seeds[0] if len(seeds) == 1 else seeds
+            )
         count = len(interface.outputs)
         cut = count * interface.together
         if len(outputs) != cut + len(interface.updates):

@@ -226,7 +226,7 @@ def _call(
 ) -> Sequence[Tensor]:
     call = program.calls[index]
     arguments = [state[name] for name in call.slots] + [values[ref] for ref in call.arguments]
-    arguments += [torch.tensor(seed + index)] * region.uses_dropout
+    arguments += [torch.tensor(seed + index)] * region.seeds
     for position in region.tangents:
         type_ = region.outputs[position].type
         known = flowing.get(ValueRef(index, position))

@@ -103,7 +103,7 @@ def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
     placement = program.placed
     whole = replicated(len(program.on_mesh.axis_names))
     index, call = next(program.calls_of(region.name))
-    found: dict[Key, Sharding] = {("seed", region.name, 0): whole}
+    found: dict[Key, Sharding] = {("seed", region.name, i): whole for i in range(region.seeds)}
     for i, ref in enumerate(call.arguments):
         found[("in", region.name, i)] = (
             placement.inputs[ref.name] if ref.call < 0 else placement.values[(ref.call, ref.index)]
@@ -130,10 +130,10 @@ def value_name(node: fx.Node) -> str:
 
 
 def placeholder_keys(region: Region) -> list[Key]:
-    """The class key of every placeholder of a differentiated graph, in order (`seed` for the dropout seed)."""
+    """The class key of every placeholder of a differentiated graph, in order (`seed` for those of dropout)."""
     keys: list[Key] = [("slot", region.name, i) for i in range(len(region.slots))]
     keys += [("in", region.name, i) for i in range(len(region.inputs))]
-    keys += [("seed", region.name, 0)] * region.uses_dropout
+    keys += [("seed", region.name, i) for i in range(region.seeds)]
     return keys + [("gout", region.name, i) for i in region.tangents]
 
 

@@ -11,9 +11,10 @@ Plain data, saved with the plan. A generated program defines
 `state` maps the names of parameters and buffers to local tensors; `held` is an empty dict at the start of a step, in
 which the program keeps parameters gathered once a step; `outputs` is a tuple in the order of
 `ProgramInterface.outputs`, then of `updates`; `seed` is an int64 scalar tensor that active dropout hashes with each
-element's global position. `grads` holds one gradient (or None) per differentiable output, in order; `sums` is an empty
-dict at the start of a step, in which unreduced gradients add up over microbatches; when `last`, backward reduces them
-and returns the local gradients in their parameters' stored sharding, by parameter name (else nothing).
+element's global position, or where microbatches go through together a tuple of one for each. `grads` holds one gradient
+(or None) per differentiable output, in order; `sums` is an empty dict at the start of a step, in which unreduced
+gradients add up over microbatches; when `last`, backward reduces them and returns the local gradients in their
+parameters' stored sharding, by parameter name (else nothing).
 `loss_weight(inputs)` is the weight of one global microbatch in the average, such as the number of labels that count.
 
 A program with a pipeline defines `split_inputs`, perhaps `loss_weight`, and, in place of `forward` and `backward`,

@@ -62,7 +62,9 @@ def gradient_leaf(place: int) -> Term:
     return leaf("gradient of output", str(place))
 
 
-SEED = leaf("seed")
+def seed_leaf(place: int) -> Term:
+    """Of the seed of the microbatch at this place among those that go through at once."""
+    return leaf("seed", str(place)) if place else leaf("seed")
 
 
 @without_collection()
@@ -95,9 +97,10 @@ class _Reading:
     def _given(self, index: int) -> list[Term]:
         """What a call's placeholders are, but for gradients."""
         call = self.program.calls[index]
+        seeds = range(self.program.region(call.region).seeds)
         given = [parameter_leaf(self.canonical[name]) for name in call.slots]
         given += [self.values[ref] for ref in call.arguments]
-        return [*given, shifted(self.terms, SEED, index)]
+        return [*given, *(shifted(self.terms, seed_leaf(place), index) for place in seeds)]
 
     def gradients(self) -> dict[str, Term]:
         """By parameter."""
@@ -128,23 +131,21 @@ class _Reading:
 
 
 class _Reader:
-    """One region's results, of the terms of its placeholders: slots, inputs, the seed, gradients of its outputs."""
+    """One region's results, of the terms of its placeholders: slots, inputs, seeds, gradients of its outputs."""
 
     def __init__(self, region: Region, terms: Terms) -> None:
         self.terms = terms
         holders = [node for node in region.graph.nodes if node.op == "placeholder"]
-        fixed = len(region.slots) + len(region.inputs)
-        has_seed = len(holders) > fixed + len(region.tangents)
-        leaves = [terms.fresh() for _ in range(fixed + 1 + len(region.tangents))]
-        named = leaves if has_seed else [*leaves[:fixed], *leaves[fixed + 1 :]]
-        known: dict[tuple[fx.Node, int], Term] = {(node, 0): term for node, term in zip(holders, named, strict=True)}
+        fixed = len(region.slots) + len(region.inputs) + region.seeds
+        leaves = [terms.fresh() for _ in holders]
+        known: dict[tuple[fx.Node, int], Term] = {(node, 0): term for node, term in zip(holders, leaves, strict=True)}
         for node in region.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 self._read(node, region.ops, known)
         output = next(node for node in region.graph.nodes if node.op == "output")
         results = [known[source_of(node)] for node in output.args[0]]
         cut = len(region.outputs)
-        self.forward = Tape(terms, leaves[: fixed + 1], results[:cut])
+        self.forward = Tape(terms, leaves[:fixed], results[:cut])
         self.backward = Tape(terms, leaves, results[cut:])
 
     def _read(

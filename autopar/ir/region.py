@@ -101,8 +101,9 @@ class Bucket:
 class Region:
     """A piece of graph that occurs once or many times.
 
-    module: the module path with the repeated index as `*`. draws: how many random draws the model makes in it, with
-    those that nobody reads. forward_nodes: names of the nodes that run in the forward phase (differentiated and later).
+    module: the module path with the repeated index as `*`. seeds: how many its random draws follow from, one for each
+    microbatch that goes through at once; 0 where it draws nothing. draws: how many random draws the model makes in it,
+    with those that nobody reads. forward_nodes: names of the nodes that run in the forward phase (differentiated and later).
     origins: node name -> module path and source line for comments. leaves: modules of torch's own, whose source line is
     that of their caller. annotated, placed: what these phases found, whole or not
     there. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`;
@@ -116,7 +117,7 @@ class Region:
     slots: tuple[Slot, ...]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    uses_dropout: bool = False
+    seeds: int = 0
     draws: int = 0
     tangents: tuple[int, ...] = ()
     forward_nodes: frozenset[str] = frozenset()
@@ -126,6 +127,11 @@ class Region:
     placed: Placed | None = None
     transfers: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
     lowered: Mapping[str, LoweredFunction] = field(default_factory=dict)
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.seeds > 0
 
     @property
     def _known(self) -> Annotated:

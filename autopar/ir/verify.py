@@ -93,10 +93,11 @@ def _graph(region: Region) -> list[str]:
     least = len(region.slots) + len(region.inputs)
     if len(holders) < least:
         found.append(f"{region.name} has {len(holders)} placeholders for {least} slots and inputs")
+    seeds = holders[least : least + region.seeds]
     for node in region.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
             found.append(f"{region.name}.{node.name} is a {node.op}")
-        elif node.op != "output" and "val" not in node.meta and node.target != "seed":
+        elif node.op != "output" and "val" not in node.meta and node not in seeds:
             found.append(f"{region.name}.{node.name} has no type")
     return found
 

@@ -20,7 +20,7 @@ _TOKENS, _PARAMETERS = 2, 5
 
 
 def exchanged_experts(program: Program) -> tuple[ExpertsInterface, ...]:
-    """Those of a lowered program, in the order of its calls."""
+    """Those of a lowered program, in the order of its calls; none of one that is not lowered."""
     uses = Counter(name for call in program.calls for name in set(call.slots))
     return tuple(layer for call in program.calls for layer in _of_call(program, call, uses))
 
@@ -28,7 +28,8 @@ def exchanged_experts(program: Program) -> tuple[ExpertsInterface, ...]:
 def _of_call(program: Program, call: Call, uses: Counter[str]) -> Iterator[ExpertsInterface]:
     assert program.mesh is not None
     region, mesh = program.region(call.region), program.mesh
-    of_each = [node for node in region.lowered["forward"].graph.nodes if node.target == _FORWARD]
+    lowered = region.lowered.get("forward")
+    of_each = [] if lowered is None else [node for node in lowered.graph.nodes if node.target == _FORWARD]
     # Of microbatches that go together, each has an exchange with the same experts.
     exchanges = list({tuple(node.args[_PARAMETERS:]): node for node in reversed(of_each)}.values())[::-1]
     for node in exchanges:

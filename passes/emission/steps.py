@@ -272,8 +272,7 @@ class ForwardWriter:
             f"    comm.at({self._where(number, 'forward')})",
             *self._gathered(number, call, following, "forward"),
         ]
-        own_seed = [self._seed(segment)] if region.uses_dropout else []
-        called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
+        called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *self._seeds(segment, region)])})"
         lines.append(f"    {parenthesized(results)}, saved_{number} = {called}")
         lines += self._updates(number)
         return [*lines, *(["    del p"] if following != "None" and self._moves(number, "forward") else [])]
@@ -315,12 +314,14 @@ class ForwardWriter:
                 lines.append(f"    updates[{key}] = {self.variables[ref]}")
         return lines
 
-    def _seed(self, segment: Segment) -> str:
-        """The dropout seed of a call: the step's, plus the call's number in the program."""
-        blocks = segment.blocks
-        if blocks is None:
-            return _plus("seed", segment.first)
-        return _plus(f"seed + {'i' if segment.is_loop else blocks.first_number}", segment.first - blocks.first)
+    def _seeds(self, segment: Segment, region: Region) -> list[str]:
+        """The dropout seeds of a call: each microbatch's, plus the call's number in the program."""
+        blocks, more = segment.blocks, ""
+        if blocks is not None:
+            more = f" + {'i' if segment.is_loop else blocks.first_number}"
+        number = segment.first - (0 if blocks is None else blocks.first)
+        seeds = ["seed"] if region.seeds == 1 else [f"seed[{place}]" for place in range(region.seeds)]
+        return [_plus(seed + more, number) for seed in seeds]
 
     def _forward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
@@ -350,8 +351,7 @@ class ForwardWriter:
             results.append(by_result.get(position) or self._variable(name, segment, others))
         blocks = self._blocks(number)
         alike = updates_alike(self.program, segment) or ()
-        own_seed = [self._seed(segment)] if region.uses_dropout else []
-        called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
+        called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *self._seeds(segment, region)])})"
         lines += [
             f"    for i in {blocks.numbers}:",
             f'        comm.at(f"{inside(blocks.prefix)}.{{i}} forward")',

@@ -16,7 +16,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.garbage import without_collection
 from autopar.base.torch_compat.distributed import without_dispatch
 from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterface
-from autopar.ir.meaning import SEED, gradient_leaf, input_leaf, parameter_leaf
+from autopar.ir.meaning import gradient_leaf, input_leaf, parameter_leaf, seed_leaf
 from autopar.ir.sharding import Sharding, replicated
 from autopar.ir.terms import Tape, Term
 from autopar.runtime.checker.compared import Compared
@@ -263,8 +263,11 @@ class _Border:
         whole = {entry.name: self._made(entry, self._whole(), [input_leaf(entry.name)]) for entry in inputs}
         return split_together(self.program, self.comm, whole, self.beside)
 
-    def _seed(self) -> Tensor:
-        return self._empty((), "int64", self.axes.whole((), SEED))
+    def _seed(self) -> Any:
+        """Of each microbatch that goes through at once, or of the one that does."""
+        number = 2 if self.beside else 1
+        seeds = tuple(self._empty((), "int64", self.axes.whole((), seed_leaf(place))) for place in range(number))
+        return seeds if self.beside else seeds[0]
 
     def _tangents(self, places: Iterable[int]) -> dict[int, Tensor]:
         """The gradients that come in for these outputs, as far as any do."""

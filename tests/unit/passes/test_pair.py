@@ -19,7 +19,6 @@ from autopar.base.errors import AutoparError
 from autopar.cost.under_way import step_hidden_s
 from autopar.ir.program import Program
 from autopar.ir.rings import SEND, TAKE, is_exchange
-from autopar.passes.pair import pair, why_not
 from autopar.planner.family import Family
 from autopar.runtime.checker.program import check_types
 from autopar.runtime.loader import load_program
@@ -198,12 +197,37 @@ def test_what_all_tokens_make_together() -> None:
 
 
 @pytest.mark.moderate
-def test_dropout_is_left_as_it_is() -> None:
-    """Breaks if two microbatches draw the same numbers."""
-    model = model_of("qwen3", attention_dropout=0.1)
-    plan = of_model(model, "expert", "dp=2", rows=8, microbatches=2)
-    program = program_of(plan)
-    assert plan.interface.together == 1 and why_not(program) == "it draws random numbers" and pair(program) is program
+class Dropped(Alone):
+    """Draws numbers before and behind experts, and uses both backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.layer(torch.nn.functional.dropout(x, 0.3, self.training))
+        y = mixed[0] if isinstance(mixed, tuple) else mixed
+        return (torch.nn.functional.dropout(y, 0.2, self.training) * (1 + torch.rand_like(y))).square().mean()
+
+
+@pytest.mark.parametrize(("microbatches", "rematerialize"), [(2, "none"), (4, "full")])
+def test_each_draws_what_it_would_alone(microbatches: int, rematerialize: str) -> None:
+    """Breaks if two microbatches draw the same numbers, or others than in turn; if a backward takes the other's."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 5, 16)}
+    plan = autopar.plan(
+        Dropped(), autopar.Mesh.parse("dp=2", hardware="cpu"), strategy="expert", example_inputs=batch,
+        microbatches=microbatches, halves=True, rematerialize=rematerialize,
+    )  # fmt: skip
+    assert plan.interface.together == 2 and plan.source is not None and "seed[1]" in plan.source
+    assert plan.verify(rtol=1e-9).ok
+    for old, new in (("seed[1]", "seed[0]"), ("seed[0]", "seed[1]")):
+        with pytest.raises(AutoparError):
+            check_types(plan.source.replace(old, new), plan.interface)
+
+
+def test_blocks_draw_what_they_would_alone() -> None:
+    """Breaks if a block of several has another block's numbers, or attention the other microbatch's."""
+    model = model_of("qwen3", attention_dropout=0.2, num_hidden_layers=3)
+    plan = of_model(model, "expert", "dp=2", rows=8, **HALVES)
+    assert plan.interface.together == 2 and plan.source is not None and "seed[1] + " in plan.source
+    assert plan.verify(rtol=1e-9).ok
 
 
 def layers(**options: Any) -> Plan:
