@@ -22,7 +22,8 @@ from autopar.runtime.transfers import Transfers
 Tensors = dict[str, Tensor]
 SplitInputs = Callable[[Communicator, Tensors], Tensors]
 LossWeight = Callable[[Mapping[str, Tensor]], Tensor]
-Forward = Callable[[Communicator, Tensors, Tensors, Tensors, Tensor], tuple[tuple[Tensor, ...], Any]]
+Seeds = Tensor | tuple[Tensor, ...]
+Forward = Callable[[Communicator, Tensors, Tensors, Tensors, Seeds], tuple[tuple[Tensor, ...], Any]]
 Backward = Callable[[Communicator, Tensors, Tensors, Any, tuple[Tensor | None, ...], Tensors, bool], Tensors]
 
 Values = tuple[Tensor, ...]

@@ -103,9 +103,9 @@ class Region:
 
     module: the module path with the repeated index as `*`. seeds: how many its random draws follow from, one for each
     microbatch that goes through at once; 0 where it draws nothing. draws: how many random draws the model makes in it,
-    with those that nobody reads. forward_nodes: names of the nodes that run in the forward phase (differentiated and later).
-    origins: node name -> module path and source line for comments. leaves: modules of torch's own, whose source line is
-    that of their caller. annotated, placed: what these phases found, whole or not
+    with those that nobody reads. forward_nodes: names of the nodes that run in the forward phase (differentiated and
+    later). origins: node name -> module path and source line for comments. leaves: modules of torch's own, whose source
+    line is that of their caller. annotated, placed: what these phases found, whole or not
     there. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`;
     where a pipeline wants them, `backward_input` and `backward_weight` too, which together do what `backward` does
     (autopar/passes/halves.py).
