@@ -142,6 +142,7 @@ def planned(
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=options.get("hardware"))
     check_pieces(generation, options["strategy"], mesh)
+    mesh = mesh.in_chunks() if generation.chunks > 1 else mesh
     inputs = phase_inputs(model, generation, ways_of(options["strategy"], mesh))
     traced = {} if captured is None else captured
 
@@ -195,11 +196,16 @@ class GenerationPlan:
 
     @property
     def time_to_first_token_s(self) -> float:
-        return self.generation.chunks * self.prefill.cost.step_time_s
+        return self.generation.chunks * (self.prefill.cost.step_time_s + self._between_s)
 
     @property
     def time_per_token_s(self) -> float:
-        return self.decode.cost.step_time_s
+        return self.decode.cost.step_time_s + self._between_s
+
+    @property
+    def _between_s(self) -> float:
+        """What an engine's host takes before each call, while the device waits."""
+        return self.decode.mesh.hardware.between_s(self.generation.rows)
 
     @property
     def tokens_per_s(self) -> float:

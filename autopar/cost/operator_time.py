@@ -9,6 +9,7 @@ from autopar.cost import exchanges, expert_kernels, rings
 from autopar.cost.coded import coded_seconds
 from autopar.cost.fusion import fused_seconds
 from autopar.cost.local_work import local_work
+from autopar.cost.prompts import prompt_seconds
 from autopar.cost.roofline import Work, compute_time_s
 from autopar.ir.op_call import OpCall
 from autopar.ir.region import NodeStrategy, Region
@@ -51,7 +52,7 @@ def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh)
 def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
     """Seconds that each operator of a placed region computes. Where the hardware's regions are compiled, operators that
     become one kernel share its time (`autopar.fusion`); of an engine, products read weights that are codes as they are
-    (`autopar.cost.coded`).
+    (`autopar.cost.coded`), and prompts see what is before them (`autopar.cost.prompts`).
     """
     alone = {name: operator_seconds(*region.ops[name], each, mesh) for name, each in region.strategies.items()}
 
@@ -63,6 +64,8 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
 
     if mesh.hardware.engine:
         alone |= coded_seconds(region, mesh, work, seconds)
+    if mesh.hardware.whole_prompts:
+        alone |= prompt_seconds(region, work, seconds)
     return fused_seconds(region, alone, work, seconds, mesh.sizes) if mesh.hardware.compiled else alone
 
 

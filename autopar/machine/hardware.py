@@ -57,6 +57,7 @@ class Hardware:
     All as they are among others.
     engine: whether programs run as serving engines run them (`as_engine`). engine_step_s, engine_row_s: what such an
     engine's host takes between two forwards, while the device waits, and what of it for each sequence (`between_s`).
+    whole_prompts: whether it has kernels that know what of a cache is written, and prompts go through it in one call.
     collective_busy: the part of a collective's time in which it takes the device from what computes, so that nothing
     is hidden behind it.
     node, network: the links between devices of one node, and between nodes, there of one network card.
@@ -106,6 +107,7 @@ class Hardware:
     graph_kernel_s: float | None = None
     graphs: bool = False
     engine: bool = False
+    whole_prompts: bool = False
     engine_step_s: float = 0.0
     engine_row_s: float = 0.0
 
@@ -120,14 +122,20 @@ class Hardware:
     def as_engine(self) -> Hardware:
         """As serving engines (vLLM, TensorRT-LLM, SGLang) run a model: as CUDA graphs (`in_graphs`), with elementwise
         operators fused, with all-reduces in which ranks of a node read each other's memory (`Link.by_peers`), with
-        products that read weights which are stored as codes as they are, and with a host between two forwards
-        (`between_s`).
+        products that read weights which are stored as codes as they are, with attention of prompts that knows what is
+        written (`whole_prompts`), and with a host between two forwards (`between_s`).
         autopar's own programs have these things on one device, or not at all: it is for asking what a mesh is worth
         there.
         """
         node = replace(self.node, by_peers=self.node.peer_bandwidth_bytes_per_s is not None)
         name = self.name if self.name.endswith(":engine") else f"{self.name}:engine"
-        return replace(self.in_graphs(), node=node, compiled=True, engine=True, name=name)
+        return replace(self.in_graphs(), node=node, compiled=True, engine=True, whole_prompts=True, name=name)
+
+    def in_chunks(self) -> Hardware:
+        """As prompts go through it in pieces, of which each but the first sees what was written before; as it is where
+        they are priced as reading all of a cache anyway.
+        """
+        return replace(self, whole_prompts=False) if self.whole_prompts else self
 
     def between_s(self, rows: float) -> float:
         """Seconds between two forwards of so many sequences in which an engine's device waits for the host that chooses

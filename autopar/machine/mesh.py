@@ -66,6 +66,11 @@ class Mesh:
         hardware = self.hardware.in_graphs()
         return self if hardware is self.hardware else Mesh(self.axes, hardware=hardware)
 
+    def in_chunks(self) -> Mesh:
+        """The same where prompts are priced in pieces (`Hardware.in_chunks`)."""
+        hardware = self.hardware.in_chunks()
+        return self if hardware is self.hardware else Mesh(self.axes, hardware=hardware)
+
     @staticmethod
     def parse(text: str, hardware: str | Hardware = "h100") -> Mesh:
         """``dp=4,tp=2`` to a mesh. Raises AutoparError that shows the part it cannot read."""

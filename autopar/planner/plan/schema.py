@@ -71,6 +71,7 @@ class HardwareRow(TypedDict):
     graph_kernel_s: NotRequired[float | None]
     graphs: NotRequired[bool]
     engine: NotRequired[bool]
+    whole_prompts: NotRequired[bool]
     engine_step_s: NotRequired[float]
     engine_row_s: NotRequired[float]
 

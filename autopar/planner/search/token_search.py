@@ -98,6 +98,8 @@ def of_model(
         raise AutoparError(f"a search for generate() has no axis {wrong[0]!r}", remedy="limit pp, dp or tp")
     if cluster.num_devices == 1:
         cluster = Cluster(cluster.hardware.in_graphs(), 1)
+    if generation.chunks > 1:
+        cluster = replace(cluster, hardware=cluster.hardware.in_chunks())
     limit = float(cluster.hardware.memory_bytes) if memory_limit is None else float(memory_limit)
     return TokenSearch(model, cluster, generation, sizes, limit, dict(limits or {}), to_dtype(precision))
 
