@@ -68,6 +68,7 @@ def search(
     memory_limit: float | None = ...,
     top: int = ...,
     limits: Mapping[str, int] | None = ...,
+    others: bool = ...,
     expert_imbalance: float | None = ...,
     progress: Progress | None = ...,
 ) -> GenerationSearch: ...
@@ -84,6 +85,7 @@ def search(
     memory_limit: float | None = None,
     top: int = 3,
     limits: Mapping[str, int] | None = None,
+    others: bool = False,
     halves: bool | None = None,
     loss: Loss | None = None,
     expert_imbalance: float | None = None,
@@ -108,6 +110,9 @@ def search(
         top: how many are planned.
         limits: the largest size of an axis, by its name (`{"tp": 8}`); the others have no limit but the cluster. dp:
             of all data ranks.
+        others: with `generate`: whether those that are planned are planned by other ways on the same devices, too:
+            `zero3` over replicas, caches in pieces along their length (`split_kv`), `auto`; what cannot be had or does
+            not fit is left out.
         halves: whether two microbatches go through a program together, as in `autopar.plan`. True: what cannot be so
             is not planned; None: of those that are planned, where it is faster (estimates are of one at a time).
         loss: a function of the outputs and the batch that becomes a part of the program (see `autopar.compile`).
@@ -129,8 +134,10 @@ def search(
             cluster = Cluster(cluster.hardware.with_experts(expert_imbalance), cluster.nodes)
         return search_generation(
             model, cluster, generate, batches=batches, precision=None if precision is _UNSAID else precision,
-            memory_limit=memory_limit, top=top, limits=limits, progress=progress,
+            memory_limit=memory_limit, top=top, limits=limits, others=others, progress=progress,
         )  # fmt: skip
+    if others:
+        raise AutoparError("others= is for generate()", remedy="leave it out: a search for training tries all of its")
     if batches is not None:
         raise AutoparError("batches= are for generate()", remedy="leave it out: example_inputs is the batch of a step")
     assert example_inputs is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,13 +15,15 @@ from rich.console import Console
 from torch import nn
 
 from autopar.api.generation import GenerationPlan, phase_inputs, planned
-from autopar.base.errors import DoesNotFit
+from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.program import Program
 from autopar.planner.generation import Generation
 from autopar.planner.search.cluster import Cluster
 from autopar.planner.search.token_search import of_model
-from autopar.planner.search.tokens import TokenCandidate, spread_over, token_frontier
-from autopar.views.token_frontier import draw_token_frontier, frontier_table, planned_table
+from autopar.planner.search.tokens import OtherWay, TokenCandidate, other_ways, spread_over, token_frontier
+from autopar.views.token_frontier import draw_token_frontier, frontier_table, others_table, planned_table
+
+logger = logging.getLogger("autopar.search")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class GenerationSearch:
     """What a search for `generate()` found. candidates: every mesh with every batch, estimated; planned: some of the
     frontier, from the fewest seconds a token to the most tokens a second, with the plans of both phases.
 
-    generation: what was asked, of one of the batches. wall_s, cpu_s: of the search.
+    generation: what was asked, of one of the batches. wall_s, cpu_s: of the search. others: of those planned, other
+    ways on the same devices that can be had and fit (`other_ways`), with their plans.
     """
 
     cluster: Cluster
@@ -38,6 +42,18 @@ class GenerationSearch:
     memory_limit_bytes: float
     wall_s: float
     cpu_s: float
+    others: tuple[tuple[TokenCandidate, OtherWay, GenerationPlan], ...] = ()
+
+    @property
+    def best(self) -> GenerationPlan:
+        """Of all that was planned what makes most tokens a second and device.
+
+        Raises:
+            ValueError: nothing was planned.
+        """
+        every = [*self.planned, *((each, plan) for each, _, plan in self.others)]
+        _, found = max(every, key=lambda pair: pair[0].batch / pair[1].total_s)
+        return found
 
     @property
     def frontier(self) -> list[TokenCandidate]:
@@ -94,6 +110,10 @@ class GenerationSearch:
             "generation": asdict(self.generation),
             "frontier": [row(each) for each in self.frontier],
             "plans": [{**row(each), "planned": plan.to_data()} for each, plan in self.planned],
+            "others": [
+                {"of": row(each), "mesh": dict(way.axes), "strategy": dict(way.strategy), "planned": plan.to_data()}
+                for each, way, plan in self.others
+            ],
             "candidates": [row(each) for each in self.candidates],
             "estimates_off_by": self.off_by,
             "memory_limit_bytes": self.memory_limit_bytes,
@@ -111,6 +131,14 @@ class GenerationSearch:
         ]
         if rows:
             console.print(planned_table(rows))
+        if self.others:
+            console.print(
+                others_table([
+                    (each, way.mesh, " ".join(way.strategy.values()), plan.time_to_first_token_s, plan.time_per_token_s,
+                     float(plan.peak_memory_bytes))
+                    for each, way, plan in self.others
+                ])
+            )  # fmt: skip
         batches = sorted({each.batch for each in self.candidates})
         console.print(
             f"{self._title}: {len({each.point for each in self.candidates})} meshes with "
@@ -131,6 +159,7 @@ def search_generation(
     memory_limit: float | None = None,
     top: int = 3,
     limits: Mapping[str, int] | None = None,
+    others: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> GenerationSearch:
     """See `autopar.search`."""
@@ -153,5 +182,22 @@ def search_generation(
         except DoesNotFit:  # within what an estimate may be off
             continue
         plans.append((each, found))
+    tried: list[tuple[TokenCandidate, OtherWay, GenerationPlan]] = []
+    ways = [(each, way) for each in chosen for way in other_ways(each.point)] if others else []
+    for number, (each, way) in enumerate(ways):
+        tell("other ways", number, len(ways))
+        traced = captured.setdefault(each.batch, {}) if way.ways == 1 else {}
+        options = {"strategy": dict(way.strategy), "precision": precision, "memory_limit": memory_limit}
+        try:
+            found = planned(
+                model, wanted.cluster.mesh(dict(way.axes)), replace(generation, batch=each.batch), options, (),
+                is_open="auto" in way.strategy.values(), captured=traced,
+            )  # fmt: skip
+        except AutoparError as error:
+            logger.info("%s on %s cannot be had: %s", way.name, way.mesh, error)
+            continue
+        tried.append((each, way, found))
     seconds = time.perf_counter() - start[0], time.process_time() - start[1]
-    return GenerationSearch(wanted.cluster, generation, tuple(candidates), tuple(plans), wanted.limit_bytes, *seconds)
+    return GenerationSearch(
+        wanted.cluster, generation, tuple(candidates), tuple(plans), wanted.limit_bytes, *seconds, tuple(tried)
+    )

@@ -202,6 +202,9 @@ def search(
         str | None,
         typer.Option(help="With --generate: sequences at once, 1,8,64,256. Default: 1, 4, 16, … and --generate's."),
     ] = None,
+    others: Annotated[
+        bool, typer.Option("--others", help="With --generate: also zero3, split_kv and auto on the meshes planned.")
+    ] = False,
     layers: Layers = None,
     tiny: Tiny = False,
     plot: Annotated[
@@ -229,6 +232,8 @@ def search(
             most = parse_bytes(memory_limit) if memory_limit else None
             precision = precision or ("fp32" if wanted.hardware.device == "cpu" else "bf16")
             tokens, sizes = read_generate(generate, batches, batch, halves)
+            if others and tokens is None:
+                raise AutoparError("--others goes with --generate", remedy="leave it out")
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
         with errors(1):
             import autopar
@@ -240,6 +245,7 @@ def search(
             }  # fmt: skip
             if tokens is not None:
                 loaded.model.eval().to(to_dtype(precision))
+                options["others"] = others
                 result = autopar.search(loaded.model, wanted, generate=tokens, batches=sizes, **options)
                 written = cli_output.write_generation_search(result, plot, save)
                 small = cli_output.search_generation_command(result, model)

@@ -266,7 +266,7 @@ def write_generation_search(found: GenerationSearch, plot: Path | None, save: Pa
         if save is not None:
             if not found.planned:
                 raise AutoparError("nothing was planned", where=str(save), remedy="use --top 1, or a larger limit")
-            max(found, key=lambda plan: plan.tokens_per_s).save(save)
+            found.best.save(save)
             written.append(save)
     return written
 

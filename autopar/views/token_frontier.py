@@ -58,6 +58,23 @@ def planned_table(rows: Sequence[tuple[TokenCandidate, float, float, float]]) ->
     return table
 
 
+def others_table(rows: Sequence[tuple[TokenCandidate, str, str, float, float, float]]) -> Table:
+    """Other ways on the meshes that were planned. rows: with the mesh and what its axes do, seconds to the first token,
+    for each other one, and bytes.
+    """
+    table = new_table(
+        "other ways on these devices", "of", "mesh", "strategy", ">sequences", ">first token", ">a token",
+        ">tokens/s/device", ">peak",
+    )  # fmt: skip
+    for each, mesh, strategy, first_s, then_s, size in rows:
+        rate = each.batch * each.new_tokens / (first_s + (each.new_tokens - 1) * then_s) / each.point.num_devices
+        table.add_row(
+            str(each.point), mesh, strategy, str(each.batch), format_time(first_s), format_time(then_s),
+            format_count(rate), format_bytes(int(size)),
+        )  # fmt: skip
+    return table
+
+
 def _strategy(each: TokenCandidate) -> str:
     return " ".join(each.point.strategy.values())
 

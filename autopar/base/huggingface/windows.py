@@ -82,7 +82,7 @@ class Windowed:
         whole = self.read(before).index_copy(2, at, x)
         if self.of_keys:
             begin = before - before % WINDOW
-            most = ((count + WINDOW - 2) // WINDOW + 1) * WINDOW
+            most = -(-count // WINDOW) * WINDOW  # windows that may be whole by then
             rows = torch.arange(most, device=x.device) + begin
             groups = torch.arange(most // GROUP, device=x.device) + begin // GROUP
             codes, scales = kind.encode(whole.index_select(2, rows).unflatten(2, (-1, GROUP)), (3,))

@@ -68,6 +68,42 @@ class TokenCandidate:
         return self.batch * self.new_tokens / self.total_s / self.point.num_devices
 
 
+@dataclass(frozen=True, slots=True)
+class OtherWay:
+    """What axes of a point's mesh may do otherwise. name: in words. axes: of the mesh, slowest link first. strategy: of
+    each, as `autopar.plan_generation` takes it. ways: in how many pieces caches are cut along their length.
+    """
+
+    name: str
+    axes: Mapping[str, int]
+    strategy: Mapping[str, str]
+    ways: int = 1
+
+    @property
+    def mesh(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+
+
+def other_ways(point: TokenPoint) -> list[OtherWay]:
+    """What no estimate has sizes to put in for: replicas that share parameters (`zero3`), ranks of `tp`, half of them
+    or all, that cut caches along their length (`split_kv`), and `auto` on every axis but a pipeline's.
+    """
+    axes, named = point.axes, point.strategy
+    found = []
+    if point.dp > 1:
+        found.append(OtherWay("zero3", axes, {**named, "dp": "zero3"}))
+    for cut in sorted({point.tp // 2 if point.tp % 2 == 0 else 1, point.tp} - {1}) if point.tp > 1 else ():
+        sizes = {**{axis: size for axis, size in axes.items() if axis != "tp"}, "cp": cut}
+        asked = {**{axis: name for axis, name in named.items() if axis != "tp"}, "cp": "split_kv"}
+        if cut < point.tp:
+            sizes, asked = {**sizes, "tp": point.tp // cut}, {**asked, "tp": "tensor"}
+        found.append(OtherWay("split_kv", sizes, asked, cut))
+    if point.num_devices > point.pp:
+        kept = {axis: name if axis == "pp" else "auto" for axis, name in named.items()}
+        found.append(OtherWay("auto", axes, kept))
+    return found
+
+
 def token_points(num_devices: int, limits: Mapping[str, int], experts: int) -> Iterator[TokenPoint]:
     """Every pp × dp × tp of the devices, and of models with experts every part of dp that divides these.
 

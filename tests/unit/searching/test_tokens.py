@@ -22,6 +22,7 @@ from autopar.planner.search.token_search import default_batches
 from autopar.planner.search.tokens import (
     TokenCandidate,
     TokenPoint,
+    other_ways,
     spread_over,
     token_frontier,
     token_points,
@@ -149,6 +150,43 @@ def test_a_search_plans_what_it_found(tmp_path: Path) -> None:
     assert data["plans"][0]["planned"]["time_per_token_s"] == found[0].time_per_token_s
     assert "24 + 8 tokens on 1 × 4 h100" in str(found)
     assert found.plot(tmp_path / "frontier.svg").stat().st_size > 0
+
+
+def test_other_ways_are_of_the_same_devices() -> None:
+    """Breaks if an axis of one rank is asked for something, or ranks are lost or counted twice."""
+    found = {point: other_ways(point) for point in (
+        TokenPoint(2, 2, 1, 4), TokenPoint(1, 1, 1, 2), TokenPoint(1, 2, 2, 3), TokenPoint(4, 1, 1, 1),
+        TokenPoint(1, 1, 1, 1),
+    )}  # fmt: skip
+    said = [[f"{way.mesh} {' '.join(way.strategy.values())}" for way in ways] for ways in found.values()]
+    assert said == [
+        ["pp=2,dp=2,tp=4 pipeline(1f1b) zero3 tensor", "pp=2,dp=2,cp=2,tp=2 pipeline(1f1b) ddp split_kv tensor",
+         "pp=2,dp=2,cp=4 pipeline(1f1b) ddp split_kv", "pp=2,dp=2,tp=4 pipeline(1f1b) auto auto"],
+        ["cp=2 split_kv", "tp=2 auto"],
+        ["dp=2,ep=2,tp=3 zero3 expert tensor", "dp=2,ep=2,cp=3 ddp expert split_kv", "dp=2,ep=2,tp=3 auto auto auto"],
+        [], [],
+    ]  # fmt: skip
+    for point, ways in found.items():
+        for way in ways:
+            assert math.prod(way.axes.values()) == point.num_devices and way.axes.keys() == way.strategy.keys()
+            assert way.ways == way.axes.get("cp", 1)
+
+
+@pytest.mark.moderate
+def test_other_ways_are_planned_too() -> None:
+    """Breaks if a way is planned on another mesh or for another batch, one that cannot be had ends the search, or the
+    best of all is not told.
+    """
+    found = autopar.search(
+        model_of("llama"), "h100x4", generate=WANTED, batches=(2,), top=1, limits={"pp": 1}, others=True
+    )
+    planned = {(way.name, way.mesh) for _, way, _ in found.others}
+    assert {name for name, _ in planned} == {"zero3", "split_kv", "auto"}
+    for each, way, plan in found.others:
+        assert dict(plan.decode.mesh.axes) == dict(way.axes) and plan.generation.batch == each.batch == 2
+    assert all(found.best.total_s <= plan.total_s for plan in [*found, *(plan for _, _, plan in found.others)])
+    assert "other ways on these devices" in str(found)
+    assert len(found.to_data()["others"]) == len(found.others)
 
 
 @pytest.mark.moderate
