@@ -74,8 +74,8 @@ def one_by_one(
     start: int,
 ) -> Tensor:  # fmt: skip
     """`experts` of no codes, expert by expert: the host waits for how many rows each has."""
-    held = (Held("", each, None, None) for each in (first, second))
-    return _one_by_one(x, indices, weights, *held, bias, layout, start)
+    one, other = (Held("", each, None, None) for each in (first, second))
+    return _one_by_one(x, indices, weights, one, other, bias, layout, start)
 
 
 def _one_by_one(
