@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.cost.fusion import hands_on
+from autopar.cost.local_work import decoded_bytes
 from autopar.cost.roofline import Work
 from autopar.ir.graphs import placeholders
 from autopar.ir.nodes import type_of
@@ -51,6 +52,11 @@ def coded_seconds(
     found: dict[str, float] = {}
     for node in region.graph.nodes:
         if node.name not in region.strategies or region.ops[node.name][1].op_class != "matmul":
+            continue
+        if region.ops[node.name][0].arg("storage"):  # experts, which are handed codes
+            written = decoded_bytes(*region.ops[node.name], region.strategies[node.name], mesh.sizes)
+            own = work(node.name)
+            found[node.name] = time_of(replace(own, moved_bytes=own.moved_bytes - written))
             continue
         for coded in _coded_operands(region, node, mesh.sizes):
             call, own = region.ops[node.name][0], work(node.name)

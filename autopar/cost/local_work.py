@@ -61,10 +61,8 @@ def local_work(
         own = _expert_dims(call, rule, strategy.choices, sizes)
         around = _bytes_around(call, rule, strategy.choices, sizes)
         moved -= _unread_bytes(call, rule, strategy, sizes)
-        if call.arg("storage"):  # what they say of experts that are chosen is written, and read for the product
-            _, columns, hidden, num = own
-            moved += 2 * num * hidden * (columns + _width(call, rule, strategy.choices, sizes)) * dtype.itemsize
-        if grouped:
+        moved += decoded_bytes(call, rule, strategy, sizes)
+        if grouped and not call.arg("storage"):
             return _grouped_work(call, rule, strategy.choices, sizes, moved, name)
         return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
@@ -171,6 +169,15 @@ def _grouped_work(
 def _flops_of_rows(call: OpCall, rows: float, hidden: float, width: float, columns: float) -> float:
     flops = 2 * rows * hidden * (columns + width)
     return flops if call.name == expert_kernels.FORWARD else flops * EXPERTS_BACKWARD
+
+
+def decoded_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> float:
+    """What codes of experts that are chosen stand for, written and read for the products; 0 where they are none."""
+    if not call.arg("storage"):
+        return 0.0
+    _, columns, hidden, num = _expert_dims(call, rule, strategy.choices, sizes)
+    width = _width(call, rule, strategy.choices, sizes)
+    return 2 * num * hidden * (columns + width) * _dtype_of(call).itemsize
 
 
 def chosen_share(tokens: float, chosen: float, experts: float) -> float:

@@ -123,3 +123,26 @@ def test_a_host_between_two_forwards_is_an_engines() -> None:
     assert as_engine.between_s(64) == pytest.approx(2e-3 + 64 * 5e-6)
     assert hardware_data.from_data(hardware_data.to_data(as_engine)) == as_engine
     assert engine().between_s(64) == 0.0
+
+
+@pytest.mark.moderate
+def test_an_engine_reads_codes_of_experts() -> None:
+    """Breaks if an engine is charged for numbers of experts that it does not write out, or others are not."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    made: Any = transformers.MixtralForCausalLM(config)
+    model = autopar.store_weights(made.to(torch.bfloat16).eval(), "int8")
+    batch = {"input_ids": torch.zeros(4, 1, dtype=torch.long), "use_cache": False}
+    mesh = Mesh({"a": 2}, hardware=engine())
+    plan = autopar.plan(model, mesh, example_inputs=batch, strategy="ddp", inference=True)
+    assert plan.program is not None
+    ((seconds, alone),) = (each for name, each in products(plan.program).items() if name.startswith("experts"))
+    share = 1 - (1 - 2 / 4) ** 2  # of two tokens a rank
+    numbers = share * 4 * 3 * 64 * 64
+    read = replace(alone, moved_bytes=alone.moved_bytes - 2 * 2 * numbers)
+    assert read.moved_bytes == pytest.approx(numbers + share * 4 * 2 * (2 * 64 + 64), rel=0.05)
+    assert seconds == pytest.approx(compute_time_s(read, engine(), in_step=True), rel=1e-12)
