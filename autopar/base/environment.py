@@ -9,6 +9,7 @@ AUTOPAR_CHECK      ``1``: verify the plan before the first step; ``types``: chec
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
 AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; ``auto``, these for plain calls only;
                    ``cudnn``, ``flash``, as ``auto``, with cuDNN's kernel before flash attention or never
+AUTOPAR_EXPERTS    on CUDA: ``triton`` (or nothing), autopar's kernels; ``torch``, PyTorch's products
 AUTOPAR_TUNE       ``1``: measure configurations of attention's kernels at their first calls (ranks may differ in bits)
 AUTOPAR_GRAPHS     ``0``: on one GPU, what ``generate()`` runs for every token is no CUDA graph
 =================  ============================================================================================
@@ -83,6 +84,22 @@ def attention_backend(variables: Mapping[str, str] | None = None) -> str:
             "AUTOPAR_ATTENTION names no implementation of attention",
             values=f"AUTOPAR_ATTENTION={text}",
             remedy="Set it to auto, triton, sdpa, cudnn or flash",
+        )
+    return text
+
+
+def experts_backend(variables: Mapping[str, str] | None = None) -> str:
+    """AUTOPAR_EXPERTS: "triton", "torch", or "" where it is not set.
+
+    Raises AutoparError for another word.
+    """
+    given = os.environ if variables is None else variables
+    text = given.get("AUTOPAR_EXPERTS", "").strip().lower()
+    if text not in ("", "triton", "torch"):
+        raise AutoparError(
+            "AUTOPAR_EXPERTS names no implementation of experts",
+            values=f"AUTOPAR_EXPERTS={text}",
+            remedy="Set it to triton or torch",
         )
     return text
 

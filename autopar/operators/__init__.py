@@ -57,6 +57,9 @@ from autopar.operators.dispatched import (
     attention_backward,
     attention_backward_bias,
     cross_entropy_grad,
+    experts,
+    experts_grad,
+    experts_grad_bias,
     rms_norm,
     rms_norm_backward,
     rotary,
@@ -65,7 +68,6 @@ from autopar.operators.dispatched import (
     sum_exp,
 )
 from autopar.operators.dropout_autograd import tracing_seed
-from autopar.operators.experts import experts, experts_grad, experts_grad_bias
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.normalization import (
     batch_norm,

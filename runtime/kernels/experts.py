@@ -357,10 +357,10 @@ def places_by_expert(indices: Tensor, num_experts: int, start: int) -> tuple[Ten
     return order.to(torch.int32), rows, offsets
 
 
-def register_experts(library: Library) -> None:
-    """Implement these operators for CUDA in a library of the namespace `autopar` that is open for implementations."""
+def register_experts(library: Library, device: str = "CUDA") -> None:
+    """Implement these operators in a library of the namespace `autopar` that is open for implementations."""
     for kernel in (experts, experts_grad, experts_grad_bias):
-        library.impl(kernel.__name__, kernel, "CUDA")
+        library.impl(kernel.__name__, kernel, device)
 
 
 def _plain(matrices: Tensor) -> Tensor:

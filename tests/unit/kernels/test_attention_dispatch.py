@@ -224,6 +224,38 @@ def test_registered_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
+EXPERTS = """
+import torch
+from autopar import operators as ops
+from autopar.runtime import kernels
+assert kernels.register()
+from autopar.runtime.kernels import experts
+called, launch = [], experts.launch
+experts.launch = lambda kernel, *given, **options: called.append(kernel) or launch(kernel, *given, **options)
+x, weights, first, second = torch.randn(4, 16), torch.randn(4, 1), torch.randn(2, 32, 16), torch.randn(2, 16, 16)
+indices, bias, act = torch.tensor([[0], [1], [1], [0]]), torch.randn(2, 32), "mul(silu(gate), up)"
+counts = []
+for operator, given in (
+    (ops.experts, (x, indices, weights, first, second)), (ops.experts_grad, (x, x, indices, weights, first, second)),
+    (ops.experts_grad_bias, (x, x, indices, weights, first, second, bias)),
+):
+    operator(*given, act=act)
+    counts.append(len(called))
+assert counts == [4, 11, 19], counts
+"""
+
+
+@pytest.mark.slow
+def test_experts_of_programs_reach_their_kernels() -> None:
+    """Breaks if what programs write (`ops.experts`) goes past the kernels that are registered."""
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "AUTOPAR_EXPERTS": "triton"}
+    done = subprocess.run([sys.executable, "-c", EXPERTS], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AutoparError, match="AUTOPAR_EXPERTS=fast"):
+        environment.experts_backend({"AUTOPAR_EXPERTS": "fast"})
+    assert [environment.experts_backend({"AUTOPAR_EXPERTS": each}) for each in ("", "Torch")] == ["", "torch"]
+
+
 @pytest.mark.slow
 def test_nothing_is_registered_without_a_device() -> None:
     """Breaks if loading a program on a CPU imports Triton."""
