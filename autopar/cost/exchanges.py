@@ -184,6 +184,22 @@ def buffer_bytes(
     return math.ceil(rows * (row + routing) + sums + (again if _may_repeat(rule, chosen, tokens, found.size) else 0))
 
 
+def guest_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], guests: int = 1) -> int:
+    """The most that so many experts of other ranks take on one that they visit, beside `buffer_bytes`: parameters, in
+    the backward gradients, in a second round twice, and what they make of a round's rows before it is added.
+    """
+    found, local = exchange_of(call, rule, strategy, sizes), local_sizes(rule, strategy.choices, sizes)
+    if found is None or rule.exchange is None or not guests:
+        return 0
+    is_grad, (x, weights) = _tokens_of(call)
+    chosen, wide = weights.shape[-1], wide_dtype(x.dtype).itemsize
+    parameters = call.operands[4 if is_grad else 3 :]
+    held = sum(spec.numel * spec.dtype.itemsize for spec in parameters) / _parts_of_parameters(strategy, sizes)
+    times = 1 + is_grad * (1 + _may_repeat(rule, chosen, local["t"], found.size))
+    made = _most_rows(rule, chosen, local["t"], found.size) * (local["d"] + is_grad * chosen) * wide
+    return math.ceil(guests * times * held / local[rule.exchange.key] + made)
+
+
 def _kernels_hold(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], tokens: int) -> int:
     """Of grouped products of so many tokens."""
     local = local_sizes(rule, strategy.choices, sizes)

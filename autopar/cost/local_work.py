@@ -58,7 +58,7 @@ def local_work(
             kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant, few_rows=few
         )
     if call.name.startswith(_EXPERTS):
-        own = _expert_dims(call, rule, strategy.choices, sizes)
+        own = expert_dims(call, rule, strategy.choices, sizes)
         around = _bytes_around(call, rule, strategy.choices, sizes)
         moved -= _unread_bytes(call, rule, strategy, sizes)
         moved += decoded_bytes(call, rule, strategy, sizes)
@@ -120,7 +120,7 @@ def _width(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[
     return _local_sizes(rule, choices, sizes)["f"] * expert_width(call, rule) / rule.sizes["f"]
 
 
-def _expert_dims(
+def expert_dims(
     call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
 ) -> tuple[float, float, float, float]:
     """Local (m, n, k, batch) of the first product of experts: a product for each expert here, of its share of all rows
@@ -146,7 +146,7 @@ def _grouped_work(
 ) -> Callable[[float], Work]:
     """Of experts that are grouped products: tiles are computed whole, what lies between products is part of them."""
     local, _, _ = _share_here(rule, choices, sizes)
-    rows, columns, hidden, chosen = _expert_dims(call, rule, choices, sizes)
+    rows, columns, hidden, chosen = expert_dims(call, rule, choices, sizes)
     ranks = [size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange"]
     tokens = local["t"] * (ranks_of_token(rule.sizes["e"], int(local["k"]), ranks[0]) if ranks else 1.0)
     tiled = expert_kernels.tiled_rows(rows, chosen, tokens * local["k"] / max(1.0, local["e"]))

@@ -14,8 +14,9 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.base.errors import AutoparError
-from autopar.cost.exchanges import exchange_axis, exchange_of
-from autopar.cost.operator_time import exposed_seconds, operator_work
+from autopar.cost.exchanges import exchange_axis, exchange_of, guest_bytes
+from autopar.cost.local_work import expert_dims
+from autopar.cost.operator_time import exposed_seconds
 from autopar.cost.under_way import exchanges_hidden
 from autopar.ir.choices import Choice, local_sizes
 from autopar.ir.program import Program
@@ -66,12 +67,12 @@ def _layer(
     strategy = region.strategies[name]
     axis = exchange_axis(strategy.choices)
     ranks = 1 if axis is None else mesh.sizes[axis]
-    dims = operator_work(call, rule, strategy, mesh).dims
-    assert dims is not None and rule.exchange is not None
+    assert rule.exchange is not None
+    of_expert, _, _, num_chosen = expert_dims(call, rule, strategy.choices, mesh.sizes)
     experts, chosen = rule.sizes[rule.exchange.key], call.operands[2].shape[-1]
     local = local_sizes(rule, strategy.choices, mesh.sizes)
     tokens, here = local[rule.exchange.query], local[rule.exchange.key]
-    expert_rows = dims[0] * dims[3] / here  # a plan counts the experts that any token chooses
+    expert_rows = of_expert * num_chosen / here  # a plan counts the experts that any token chooses
     busiest = 1.0 if axis is None else mesh.hardware.expert_imbalance
     sent = [_sent(region, mesh, each) for each in (name, grad)]
     return ExpertsView(
@@ -93,6 +94,7 @@ def _layer(
         seconds[grad] if grad else 0.0,
         hidden.get(name, 0.0),
         hidden.get(grad, 0.0),
+        max(guest_bytes(*region.ops[each], region.strategies[each], mesh.sizes) for each in (name, grad) if each),
     )
 
 

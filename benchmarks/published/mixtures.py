@@ -1,10 +1,11 @@
-"""Predicted against published: runs of mixtures of experts (benchmarks/published/mixtures.toml).
+"""Predicted against published: runs of mixtures of experts (benchmarks/published/mixtures.toml), time and memory.
 
     python benchmarks/published/mixtures.py [--only PATTERN,…] [--list] [--layers N] [--json FILE] [--write]
 
 Every row is planned on meta by the strategy of autopar's that does the same; no GPU is used. Where sources compare
 configurations, ratios of speeds and the order are told, where they say speeds, these. What no plan of autopar's says
-(`Row.copies`, `rows`, `shares`, `reduced`, `waited`) is priced beside it, by the same cost model; nothing is fitted.
+(`Row.copies`, `rows`, `shares`, `reduced`, `waited`) is priced beside it, by the same cost model, and what a run keeps
+otherwise (`Row.keeps`) counted by the same walk of a step (held.py); nothing is fitted.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from autopar.passes import interleave
 from benchmarks import pages
 from benchmarks.published import runs
 from benchmarks.published.by_row import Backtest
+from benchmarks.published.held import Keeps, Sizes, run_peak_bytes
 from benchmarks.published.rows import FOLDER, MIXTURES, Machine
 from benchmarks.published.runs import FUSED_ADAM_PASSES, NO_LIMIT, machine_of
 
@@ -58,7 +60,8 @@ class Row:
     model: class and configuration of transformers'. mesh: axes, slowest link first. strategy: a name for each.
     published: `tokens_per_s` of all GPUs or `tokens_per_s_per_gpu`, and `memory_gib`. recompute: of `rematerialize`.
     copies, rows, shares, reduced, waited: as the file's head says. imbalance: of experts; None: the profile's.
-    unchecked: autopar's checker refuses the program (the file says why), which is priced all the same.
+    unchecked: autopar's checker refuses the program (the file says why), which is priced all the same. keeps: what
+    the run keeps in memory where autopar's program keeps something else.
     """
 
     id: str
@@ -81,6 +84,7 @@ class Row:
     reduced: bool = False
     waited: bool = False
     unchecked: bool = False
+    keeps: Keeps | None = None
     imbalance: float | None = None
     kernels: tuple[str, ...] = FUSED_KERNELS
     optimizer: str = "foreach"
@@ -101,9 +105,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(runs.Prediction):
-    """Of one row."""
+    """Of one row. run_gib: of the plan with what the run keeps (`Row.keeps`) in place of what its program does."""
 
     id: str
+    run_gib: float | None = None
 
 
 # -- the file
@@ -118,6 +123,8 @@ def load() -> tuple[list[Row], dict[str, Any]]:
         try:
             source = sources[given["id"].split("/")[0]]
             fields = {**source["defaults"], **given}
+            if "keeps" in fields:
+                fields["keeps"] = Keeps(**data["keeps"][fields["keeps"]])
             fields |= {"model": data["models"][fields["model"]], "kernels": tuple(fields.get("kernels", FUSED_KERNELS))}
             rows.append(
                 Row(source=source["id"], compares=source["compares"], machine=Machine(**source["hardware"]), **fields)
@@ -173,7 +180,22 @@ def predict(row: Row, layers: int | None = None) -> Prediction:
         waiting_s=times * cost.waiting_s,
         optimizer_s=cost.optimizer_s,
         beside_s=step_s - times * (cost.step_time_s - cost.optimizer_s) - cost.optimizer_s,
+        run_gib=None if row.keeps is None else held_bytes(row, made.program, config) / 2**30,
     )
+
+
+def held_bytes(row: Row, program: Program, config: Any) -> float:
+    """Bytes of the run's fullest rank: as planned, but for what the run keeps otherwise (`Row.keeps`)."""
+    assert row.keeps is not None
+    sharing = row.mesh.get(row.shares, 1)
+    sizes = Sizes(
+        tokens=row.global_batch * row.sequence / row.microbatches / (row.gpus / sharing),
+        sharing=sharing,
+        chosen=config.num_experts_per_tok,
+        model=config.hidden_size,
+        expert=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+    )
+    return run_peak_bytes(program, row.keeps, sizes, reduced=row.reduced, waited=row.waited)
 
 
 def _model(row: Row, layers: int | None) -> tuple[torch.nn.Module, Any]:
@@ -337,12 +359,29 @@ def ratios(rows: Sequence[Row], found: Mapping[str, float]) -> list[Ratio]:
     """
     pairs = []
     for one, other in combinations([row for row in rows if row.compares == "ratios" and row.id in found], 2):
-        if one.source == other.source and one.speed is not None and other.speed is not None:
+        if one.source != other.source or one.model != other.model:
+            continue
+        if one.speed is not None and other.speed is not None:
             fast, slow = (one, other) if one.speed > other.speed else (other, one)
             assert fast.speed is not None and slow.speed is not None
             pairs.append(Ratio(fast.id, slow.id, fast.speed / slow.speed, found[fast.id] / found[slow.id]))
     said = [row for row in rows if row.slower_than in found and row.id in found]
     return pairs + [Ratio(row.slower_than, row.id, None, found[row.slower_than] / found[row.id]) for row in said]
+
+
+def peaks(rows: Sequence[Row], found: Mapping[str, float]) -> list[Ratio]:
+    """How much more one configuration holds than another, of every two of a source whose peaks are published.
+
+    found: predicted GiB by row.
+    """
+    held = [row for row in rows if row.compares == "ratios" and row.id in found and "memory_gib" in row.published]
+    pairs = []
+    for one, other in combinations(held, 2):
+        if one.source == other.source and one.model == other.model:
+            more, less = sorted((one, other), key=lambda row: -row.published["memory_gib"])
+            published = more.published["memory_gib"] / less.published["memory_gib"]
+            pairs.append(Ratio(more.id, less.id, published, found[more.id] / found[less.id]))
+    return pairs
 
 
 # -- the page
@@ -351,15 +390,18 @@ def ratios(rows: Sequence[Row], found: Mapping[str, float]) -> list[Ratio]:
 def page(rows: Sequence[Row], data: Mapping[str, Any], found: Mapping[str, Prediction]) -> str:
     """All tables, with sources and what is assumed."""
     speeds = {name: each.tokens_per_s for name, each in found.items()}
+    held = {name: each.run_gib for name, each in found.items() if each.run_gib is not None}
     parts = [
         "# Back-tests of mixtures of experts",
         f"Predicted against published, by `benchmarks/published/mixtures.py`, {pages.machine()}. {_METHOD}",
         "\n".join(f"- {each['id']}: {each['name']}, {each['url']}" for each in data["sources"]),
         "Ratios of speeds, where a source compares configurations of one model, or says no more than which is faster:",
-        pages.table(("the faster", "the slower", "published", "predicted", "off", "order"), _ratio_lines(rows, speeds)),
-        "Tokens/s/GPU and memory of the fullest rank:",
+        pages.table(("the faster", "the slower", *_RATIO), _ratio_lines(ratios(rows, speeds), "faster")),
+        "Ratios of peaks of memory, with what the run keeps:",
+        pages.table(("the fuller", "the other", *_RATIO), _ratio_lines(peaks(rows, held), "fuller")),
+        "Tokens/s/GPU and GiB of the fullest rank: published, of the plan, and of the plan with what the run keeps:",
         pages.table(
-            ("row", "configuration", "plan", "published", "predicted", "off", "GiB", "predicted GiB"),
+            ("row", "configuration", "plan", "published", "predicted", "off", "GiB", "plan", "run", "off"),
             [_line(row, found[row.id]) for row in rows if row.id in found],
         ),
         "Seconds of a step, as predicted; beside the plan: what the run does otherwise (the file's head says what):",
@@ -381,10 +423,13 @@ _METHOD = (
 )
 
 
-def _ratio_lines(rows: Sequence[Row], speeds: Mapping[str, float]) -> list[tuple[str, ...]]:
+_RATIO = ("published", "predicted", "off", "order")
+
+
+def _ratio_lines(found: Sequence[Ratio], said: str) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
-    for each in ratios(rows, speeds):
-        published = "faster" if each.published is None else f"{each.published:.3f}"
+    for each in found:
+        published = said if each.published is None else f"{each.published:.3f}"
         off = "" if each.off is None else f"{each.off:+.1%}"
         lines.append(
             (each.fast, each.slow, published, f"{each.predicted:.3f}", off, "kept" if each.is_kept else "lost")
@@ -398,9 +443,10 @@ def _line(row: Row, found: Prediction) -> tuple[str, ...]:
     published, off = (
         ("", "") if row.speed is None else (f"{row.speed:.0f}", f"{found.tokens_per_s / row.speed - 1:+.1%}")
     )
-    gib = row.published.get("memory_gib")
-    memory = "" if gib is None else f"{gib:.1f}"
-    return (row.id, row.configuration, plan, published, f"{found.tokens_per_s:.0f}", off, memory, f"{found.gib:.1f}")
+    gib, run = row.published.get("memory_gib"), found.run_gib
+    memory = ("" if gib is None else f"{gib:.1f}", f"{found.gib:.1f}", "" if run is None else f"{run:.1f}")
+    far = "" if gib is None or run is None else f"{run / gib - 1:+.1%}"
+    return (row.id, row.configuration, plan, published, f"{found.tokens_per_s:.0f}", off, *memory, far)
 
 
 def _seconds(found: Prediction) -> tuple[str, ...]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
+import autopar
+from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import by_name
 from benchmarks.published import mixtures
-from benchmarks.published.mixtures import Row, copies_of_token, predict, ratios
+from benchmarks.published.held import Keeps, Sizes, run_peak_bytes
+from benchmarks.published.mixtures import Row, copies_of_token, peaks, predict, ratios
 
 pytestmark = pytest.mark.unit
 ROWS, DATA = mixtures.load()
@@ -72,6 +80,14 @@ def test_ratios_by_hand() -> None:
 
 
 @pytest.mark.moderate
+def test_ratios_of_peaks_by_hand() -> None:
+    """Breaks if a ratio of peaks is turned over, or two models are compared."""
+    found = {"deepspeed/zero3": 40.0, "deepspeed/ep8": 20.0, "autoep/mixtral-ep4": 30.0, "autoep/qwen3.5-ep8": 25.0}
+    (one,) = peaks(ROWS, found)
+    assert (one.fast, one.slow, one.predicted) == ("deepspeed/zero3", "deepspeed/ep8", 2.0)
+    assert one.published == pytest.approx(52.23 / 31.11)
+
+
 def test_speeds_of_mixtures_are_near_the_published() -> None:
     """Breaks if exchanges over one node or eight, or products of experts, are priced far from what was measured."""
     for name in ("automodel/qwen3-30b-8", "automodel/gpt-oss-120b-64"):
@@ -105,3 +121,77 @@ def test_script_lists_rows_without_planning() -> None:
     done = subprocess.run([sys.executable, script, "--list", "--only", "deepspeed/*"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3 and "TP2DP8/EP8" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+@lru_cache(maxsize=1)
+def small() -> Program:
+    """Two layers of Mixtral under ZeRO-3, which gathers their experts."""
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+        ids = torch.zeros((4, 16), dtype=torch.int64)
+    plan = autopar.plan(
+        model, Mesh({"dp": 2}, hardware="h100"), strategy="zero3", precision="bf16", microbatches=2,
+        example_inputs={"input_ids": ids, "labels": ids}, rematerialize="none", memory_limit=1e15,
+    )  # fmt: skip
+    assert plan.program is not None
+    return plan.program
+
+
+def held(**keeps: Any) -> float:
+    sizes = Sizes(tokens=16, sharing=1, chosen=2, model=32, expert=64)
+    return run_peak_bytes(small(), Keeps(**keeps), sizes, reduced=False, waited=True)
+
+
+def test_what_a_run_keeps_by_hand() -> None:
+    """Breaks if what a run keeps is left out of its peak, counted for one layer alone, or in another dtype."""
+    experts = 2 * 4 * 3 * 32 * 64  # of two layers, elements
+    parameters = sum(math.prod(each.type.shape) for each in small().variables if each.trainable)
+    least = held()
+    assert held(buffer=1e6) - least == 2e6
+    assert held(weights=True) - least == pytest.approx(parameters, rel=0.01)  # half of them, two bytes each
+    assert held(added="float32") - held(added="bfloat16") == pytest.approx(2 * parameters, rel=0.01)
+    assert held(views=True) - least == pytest.approx(2 * experts, rel=0.01)
+    rows = held(model_rows=1, expert_rows=2) - least
+    assert rows == pytest.approx(2 * 16 * 2 * 2 * (32 + 2 * 64), rel=0.01)  # layers, tokens, choices, bytes
+
+
+def test_kernels_keep_what_they_say() -> None:
+    """Breaks if what a module keeps for the backward counts beside what its kernels keep, not instead."""
+    without = held(kernels={"self_attn": 0.0})
+    assert without < held() and held(kernels={"attn": 0.0}) == held()  # a module's whole name, or its end
+    assert held(kernels={"self_attn": 1000.0}) - without == 2 * 16 * 1000
+
+
+@pytest.mark.parametrize("way", ["transposed", "picked", "itself"])
+def test_autograd_keeps_the_memory_of_views(way: str) -> None:
+    """Breaks if torch no longer does what rows of ZeRO-3 say: a view of a parameter that is saved keeps its memory when
+    the parameter is given another, the parameter itself does not.
+    """
+    weight, x = torch.nn.Parameter(torch.randn(4, 8, 16)), torch.randn(4, 16, 8)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "transposed": lambda: torch.bmm(x.mT, weight.mT),
+        "picked": lambda: torch.nn.functional.linear(x[0].T, weight[1]),
+        "itself": lambda: torch.bmm(x, weight),
+    }
+    x.requires_grad_()
+    made = ways[way]()
+    kept = weight.data.untyped_storage().data_ptr()
+    weight.data = torch.empty(0)
+    saved = _saved(made.grad_fn)
+    assert (kept in {each.untyped_storage().data_ptr() for each in saved}) == (way != "itself")
+
+
+def _saved(function: Any) -> list[torch.Tensor]:
+    """All tensors that a graph of autograd has saved and that have elements."""
+    if function is None:
+        return []
+    names = [name for name in dir(function) if name.startswith("_saved_")]
+    found = [each for name in names if isinstance(each := getattr(function, name), torch.Tensor) and each.numel()]
+    return found + [each for above, _ in function.next_functions for each in _saved(above)]

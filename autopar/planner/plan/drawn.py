@@ -109,6 +109,8 @@ class ExpertsView:
     that a rank multiplies, on the average and the one that has most; round_rows: tokens that an exchange takes at once
     at most, 0 without. Bytes sent and seconds of the exchange and of the computing, in each phase; backward: 0 without
     training. forward_hidden_s, backward_hidden_s: of the exchange's seconds, those in which something else computes.
+    guest_bytes: what an expert that visits a rank (`place_experts(replicas=1)`) takes there at most while the layer
+    runs, beside what is planned.
     """
 
     op: str
@@ -131,6 +133,7 @@ class ExpertsView:
     backward_compute_s: float
     forward_hidden_s: float = 0.0
     backward_hidden_s: float = 0.0
+    guest_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.cost.exchanges import buffer_bytes, guest_bytes
 from autopar.ir.interface import ExpertsInterface
 from autopar.runtime.expert_layers import ExpertLayer, inverse, moved
 from autopar.runtime.simulated_comm import SimulatedMesh
-from tests.unit.runtime.test_exchange import EXPERTS, ROUTINGS, Case, routing
+from tests.unit.passes.test_pair_memory import as_processes_do
+from tests.unit.passes.test_stage_costs import LiveBytes
+from tests.unit.runtime.test_exchange import EXPERTS, OPTIONS, ROUTINGS, Case, adversaries, priced, routing
 
 pytestmark = pytest.mark.unit
 SLOTS = (3, 0, 6, 5, 1, 7, 2, 4)
@@ -101,6 +104,44 @@ def test_guests_relieve_the_rank_of_a_hot_expert() -> None:
     found = rows(((5,), (5,), (), (5,)))
     ranks = [slot // 3 for slot in found]
     assert [ranks.count(rank) for rank in range(4)] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("hosts", [(0, 1, 3), (0,)])
+def test_guests_hold_what_is_said(hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if what guests take is more than is said: parameters, gradients, and what they make of rows."""
+    tokens, num, chosen = 64, 4, 2
+    as_processes_do(monkeypatch)
+    nodes = [priced(tokens, num, chosen, grad, torch.float64) for grad in (False, True)]
+    bounds = [buffer_bytes(*node, (num,)) for node in nodes]
+    more = [guest_bytes(*node, (num,)) for node in nodes]
+
+    def run(comm: Any, case: Case) -> list[tuple[int, int]]:
+        layer = layer_in(tuple(range(EXPERTS)), comm)
+        layer.place(layer.slots, tuple((5,) if rank in hosts else () for rank in range(num)))
+        comm.experts = {"layers.1": layer}
+        g, *given = case.part(comm)
+        found = []
+        for phase, call in (
+            ("forward", lambda: [comm.exchange_experts("dp", *given, **OPTIONS)]),
+            ("backward", lambda: comm.exchange_experts_grad("dp", g, *given, **OPTIONS)),
+        ):
+            comm.at(f"layers.1 {phase}")
+            with LiveBytes([g, *given]) as live:
+                results = call()
+            found.append((live.peak, sum(each.nbytes for each in results)))
+        return found
+
+    most = [0.0, 0.0]
+    for indices in [
+        torch.full((tokens * num, chosen), 5).index_fill_(1, torch.tensor([1]), 4),
+        *adversaries(5, 256, 2),
+    ]:
+        case = Case(indices)
+        for found in SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case)):
+            for number, (peak, own) in enumerate(found):
+                assert peak <= bounds[number] + more[number] + own, (number, peak, bounds, more, own)
+                most[number] = max(most[number], (peak - own) / (bounds[number] + more[number]))
+    assert min(most) > 0.4, most
 
 
 def test_another_layer_stays_as_it_is() -> None:

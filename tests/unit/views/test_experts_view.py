@@ -65,6 +65,13 @@ def test_a_layer_of_experts_by_hand(exchanged: Plan) -> None:
     assert row["forward_bytes"] == pytest.approx(away * (2 * 16 * 4 + CHOSEN * 8) + 3 * 4 * 8)
 
 
+def test_a_guest_by_hand(exchanged: Plan) -> None:
+    """Breaks if an expert that visits a rank is said to take nothing, or its gradients are left out."""
+    (row,) = rows_of(exchanged)
+    expert, most = (2 * 24 + 24) * 16 * 4, row["round_rows"] + 4  # bytes; rows of a round, of which there may be more
+    assert row["guest_bytes"] == 3 * expert + most * (16 + CHOSEN) * 4  # its parameters, gradients of two rounds
+
+
 def test_exchanges_are_those_of_the_plan(exchanged: Plan) -> None:
     """Breaks if the tab's bytes or seconds are not what the plan's collectives have."""
     (row,) = rows_of(exchanged)
