@@ -175,7 +175,7 @@ def decoded_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Seque
     """What codes of experts that are chosen stand for, written and read for the products; 0 where they are none."""
     if not call.arg("storage"):
         return 0.0
-    _, columns, hidden, num = _expert_dims(call, rule, strategy.choices, sizes)
+    _, columns, hidden, num = expert_dims(call, rule, strategy.choices, sizes)
     width = _width(call, rule, strategy.choices, sizes)
     return 2 * num * hidden * (columns + width) * _dtype_of(call).itemsize
 
