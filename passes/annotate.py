@@ -99,13 +99,24 @@ def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[st
     for name, (call, rule) in region.ops.items():
         hints, zigzags = region.hints.get(name, {}), region.zigzags.get(name, {})
         needed = _positions_of(nodes[name], region.name, whole)
+        own = _told_apart(offered, bool(hints), bool(zigzags))
         key = (
-            call.name, call.operands, call.results, rule, tuple(offered), tuple(sorted(hints.items())),
+            call.name, call.operands, call.results, rule, tuple(own), tuple(sorted(hints.items())),
             tuple(sorted(zigzags.items())), tuple(sorted(needed)), _plain_arguments(call) if rule.ring else (),
         )  # fmt: skip
-        make = functools.partial(_options_of, call, rule, mesh, offered, hints, zigzags, needed)
+        make = functools.partial(_options_of, call, rule, mesh, own, hints, zigzags, needed)
         found[name] = known.get(key, make)
     return found
+
+
+def _told_apart(offered: Sequence[_Offered], stripes: bool, zigzags: bool) -> list[_Offered]:
+    """What axes may do to an operator whose neighbours understand stripes, or zigzag ones: without them nothing can be
+    cut again, or dealt; nor can the first axis cut again.
+    """
+    return [
+        replace(axis, again=axis.again and place > 0 and (stripes or zigzags), zigzag=axis.zigzag and zigzags)
+        for place, axis in enumerate(offered)
+    ]
 
 
 def _options_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,15 @@ def sides(num_choices: Sequence[int], edges: Sequence[Edge]) -> Sides:
     return Sides(
         _starts(counts), u, v, rows, columns, _starts(rows * columns), at[:-1:2], at[1::2], joined, first, near
     )
+
+
+@lru_cache(maxsize=1)
+def load() -> None:
+    """Compile all loops (seconds, at the first call on a machine), or read them (tenths of a second)."""
+    same, free = np.array([0, 1]), np.zeros(2)
+    edge = Edge(0, 1, same, same, np.array([[0.0, np.inf], [np.inf, 0.0]]))
+    propagate([np.ones(2, dtype=bool)] * 2, [edge])
+    undominated(Graph((free, free), (edge,), ((), ()), ((0, same), (1, same)), 0), [True, True], 1)
 
 
 def undominated(graph: Graph, fresh: Sequence[bool], num_rivals: int) -> list[BoolArray]:

