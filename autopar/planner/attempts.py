@@ -19,7 +19,8 @@ request's own placement before a named strategy's, then the earlier one (`Tried.
 **`auto`**, in each mode whose computing alone takes less than the best step so far:
 
 3. with gathers and reductions next to free, as they may run beside the compute; where memory lets nothing run beside
-   it, with less memory, a few times; where much is waited for all the same, at their full price; of mixtures again with
+   it, with less memory, a few times; where much is waited for all the same, at their full price, and where that is most
+   of the step, before that at a multiple of it, as what is waited for are latencies then; of mixtures again with
    exchanges at what waits for them where all that is independent of them runs beside them,
 4. no further mode once memory costs nothing: recomputing would only add work.
 
@@ -76,6 +77,14 @@ OVERLAP_PRICE = 0.05
 """What a second of communication counts that may run beside the compute: the less of it, the better."""
 WORTH_WAITING = 0.02
 """The part of a step that is waited for gathers and reductions from which on they are placed at their full price."""
+MOSTLY_WAITING = 0.5
+"""The part of a step from which on that is mostly latencies of many small messages: the objective, which counts bytes,
+cannot tell placements apart by them.
+"""
+DEAR = 25.0
+"""What a second of gathers and reductions counts then, for there to be few of them."""
+WORTH_MORE = 0.9
+"""Where that takes no more than this part of the step, it is not placed at the full price besides."""
 TOGETHER = 0.995
 """What a placement gets of what should just do, as it comes in steps."""
 MOST_PLACED = 1.4
@@ -255,6 +264,11 @@ def _beside(attempt: Attempt, tried: Tried) -> Attempts:
             break
         latest = yield from tighter(replace(cheap, placement_limit=_limit_beside(latest), explain=False), tried)
         best = faster(best, latest)
+    if best is not None and waited_for(best) > MOSTLY_WAITING * best.cost.step_time_s:
+        dear = yield from tighter(replace(attempt, overlap_price=DEAR, explain=False), tried)
+        if dear is not None and dear.cost.step_time_s < WORTH_MORE * best.cost.step_time_s:
+            return dear
+        best = faster(best, dear)
     if best is not None and waited_for(best) > WORTH_WAITING * best.cost.step_time_s:
         best = faster(best, (yield from tighter(replace(attempt, explain=False), tried)))
     return best

@@ -17,14 +17,15 @@ def seconds_per_byte(plan: PlanRecord) -> tuple[float, float]:
 
     The price is in seconds of the objective, which counts gathers and reductions at `overlap_price`. As many seconds
     are saved of what it counts whole, or of what runs beside the compute; where the step waits for gathers and
-    reductions and they are what memory would save, up to 1 / `overlap_price` as many. A pipeline's objective adds up
+    reductions and they are what memory would save, 1 / `overlap_price` as many. A pipeline's objective adds up
     the work of its ranks, each of which has the memory that is priced: the price is divided among them.
     """
     solved = plan.solved
     ranks = plan.pipeline.schedule.num_ranks if plan.pipeline is not None else 1
-    least = solved.memory_price_s_per_byte / ranks
+    charged = solved.memory_price_s_per_byte / ranks
     beside_s = sum(row.seconds for row in plan.collectives if row.why in BESIDE)
-    return least, least / solved.overlap_price if beside_s > plan.cost.hidden_s else least
+    waited = charged / solved.overlap_price if beside_s > plan.cost.hidden_s else charged
+    return min(charged, waited), max(charged, waited)
 
 
 def unit(limit_bytes: float) -> tuple[int, str]:

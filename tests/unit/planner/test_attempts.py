@@ -14,7 +14,20 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
 from autopar.planner import attempts as module
-from autopar.planner.attempts import BEYOND, CLOSE, PARTS, TIGHTER, Tried, attempts, named, tighter, tried_for
+from autopar.planner.attempts import (
+    BEYOND,
+    CLOSE,
+    DEAR,
+    MOSTLY_WAITING,
+    PARTS,
+    TIGHTER,
+    WORTH_MORE,
+    Tried,
+    attempts,
+    named,
+    tighter,
+    tried_for,
+)
 from autopar.strategies.names import Strategy, resolve
 from autopar.strategies.request import Attempt
 
@@ -194,6 +207,32 @@ def test_what_is_waited_for_is_placed_at_its_full_price() -> None:
     programs = Scripted(outcome)
     tried = run(programs)
     assert tried.best is not None and tried.best[0].overlap_price == 1.0 and tried.best[0].placed_by is None
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "dear_s", "prices", "step_s"),
+    [
+        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE - 0.1, [DEAR], 2.0 * WORTH_MORE - 0.1),
+        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE + 0.1, [DEAR, 1.0], 1.85),
+        (2.0 * MOSTLY_WAITING - 0.1, 0.1, [1.0], 1.85),
+    ],
+)
+def test_where_a_step_waits_most_of_the_time_few_messages_are_sought(
+    waited_s: float, dear_s: float, prices: list[float], step_s: float
+) -> None:
+    """Breaks if latencies, which the objective leaves out, decide nothing where they are most of a step; if the full
+    price is left out where that brought little; or if other steps are placed so.
+    """
+
+    def outcome(attempt: Attempt) -> Any:
+        if attempt.placed_by is not None:
+            return plan(9.0)
+        return plan({DEAR: dear_s, 1.0: 1.85}.get(attempt.overlap_price, 2.0), waited_s=waited_s)
+
+    programs = Scripted(outcome)
+    tried = run(programs)
+    assert [each.overlap_price for each in programs.made if each.placed_by is None][1:] == prices
+    assert tried.step_s == step_s
 
 
 def test_a_tie_goes_to_the_requests_own_placement() -> None:
