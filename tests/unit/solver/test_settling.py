@@ -11,6 +11,8 @@ import pytest
 
 from autopar.solver import AssignmentProblem, Edge, Node, oracle, pool, solve
 from autopar.solver.compiled_messages import CompiledMessages
+from autopar.solver.graph import Graph
+from autopar.solver.search import SETTLED_GAP
 from tests.unit.solver.instances import layered, thresholds
 
 pytestmark = pytest.mark.unit
@@ -67,3 +69,28 @@ def test_choices_are_looked_for_while_messages_settle() -> None:
         seen: list[float] = []
         solve(problem, progress=lambda phase, cost, bound: seen.append(cost) if phase == "messages" else None)
     assert np.isfinite(seen[0])
+
+
+def test_messages_end_where_little_is_left_to_gain() -> None:
+    """Breaks if sweeps go on within the gap that is not worth effort, or end above what the caller wants proven."""
+    problem = layered(2, num_nodes=200, num_choices=10, skips=0.9)
+    with loops() as bounds:
+        near = solve(problem, proof_gap=1.0)
+        few = len(bounds)
+        exact = solve(problem)
+    assert few < len(bounds) - few
+    assert exact.gap < 2e-3
+    assert near.gap <= SETTLED_GAP
+    assert near.cost <= exact.cost * (1 + SETTLED_GAP)
+
+
+def test_a_choice_is_found_in_a_smaller_graph_or_known_to_be_gone() -> None:
+    """Breaks if a choice of the whole becomes another one where nodes were merged and choices dropped."""
+    lift = ((1, np.array([2, 0])), (0, np.array([1])), (1, np.array([0, 3])), (2, np.array([4, 5, 6])))
+    graph = Graph((np.zeros(1), np.zeros(2), np.zeros(3), np.zeros(2)), (), ((),) * 4, lift, 0)
+    for choice in ([0, 0, 2, 0], [0, 1, 1, 0]):
+        here = graph.choice_here(graph.original_choice(np.array(choice)))
+        assert here is not None
+        assert here.tolist() == choice
+    assert graph.choice_here((2, 1, 3, 4)) is None  # no choice here is both
+    assert graph.choice_here((2, 0, 0, 4)) is None  # dropped
