@@ -41,6 +41,7 @@ from autopar.passes.exported import graph_modules, origin_of
 from autopar.passes.functional import make_functional
 from autopar.passes.one_region import to_program
 from autopar.passes.ragged import Ragged
+from autopar.passes.read_numbers import Numbers
 from autopar.passes.usual import Checked, Usual
 
 logger = logging.getLogger("autopar.capture")
@@ -141,9 +142,10 @@ def _with_repeated_blocks(
         try:
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
-            clone.forward = Ragged().within(clone.forward)
+            numbers = Numbers()
+            clone.forward = Ragged(numbers).within(clone.forward)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                with seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen:
+                with numbers, seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -180,10 +182,11 @@ def _whole(
         usual = Usual(_measured(inputs), _marks(inputs), _held(model))
         clone = traced_copy(model, precision, mode)
         clone.forward = _given(known, usual.guarding(clone))
-        clone.forward = Ragged().within(clone.forward)
-        modes = (chosen, usual, known, Checked(usual)) if values else (chosen, usual, Checked(usual))
+        numbers = Numbers()
+        clone.forward = Ragged(numbers).within(clone.forward)
+        modes = (chosen, usual, *((known,) if values else ()), Checked(usual))
         try:
-            exported = _export(clone, batch(mode), *modes)
+            exported = _export(clone, batch(mode), numbers, *modes)
         except AutoparError as error:
             if not known.decided:
                 raise wrong or error from None
@@ -237,14 +240,16 @@ def _marks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: leaf.detach() for name, leaf in kept if not (leaf.is_floating_point() or leaf.is_complex())}
 
 
-def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctionMode) -> torch.export.ExportedProgram:
-    """modes: of functions, entered in this order."""
+def _export(
+    model: nn.Module, arguments: Mapping[str, Any], numbers: Numbers, *modes: TorchFunctionMode
+) -> torch.export.ExportedProgram:
+    """modes: of functions, entered in this order, behind that of numbers."""
     try:
         with ExitStack() as entered:
             entered.enter_context(words.noted(model))
             entered.enter_context(huggingface.training_capture(model))
             entered.enter_context(as_operators(model))
-            for mode in (seeds.Seeds(type(model).__name__), ChecksPass(model), *modes):
+            for mode in (numbers, seeds.Seeds(type(model).__name__), ChecksPass(model), *modes):
                 entered.enter_context(mode)
             hook = model.register_forward_hook(lambda _, __, output: compat.see_into(output))
             entered.callback(hook.remove)

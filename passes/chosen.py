@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
+from autopar.passes.chosen_index import Rows
 from autopar.passes.chosen_loops import Loops, Over, looped
 from autopar.passes.said import COPIES, Said, shape_of
 
@@ -50,52 +50,6 @@ def _(rows: Tensor, mask: Tensor) -> Tensor:
     return rows.new_empty((*mask.shape, *rows.shape[1:]))
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows that a mask chooses, as an index has them. dims: those of the mask that it counts along, which the tensor's
-    from `at` on are; new: dims before that the index adds to the tensor; rest: what else is to be taken of the rows.
-    """
-
-    mask: Tensor
-    at: int
-    dims: tuple[int, ...]
-    new: tuple[int, ...]
-    rest: tuple[Any, ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it counts along all dims of the mask, in order, and asks for nothing else."""
-        return self.dims == tuple(range(self.mask.dim())) and not (self.new or self.rest)
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """The mask's dims that it does not count along."""
-        return tuple(dim for dim in range(self.mask.dim()) if dim not in self.dims)
-
-    def seen(self, x: Tensor) -> Tensor | None:
-        """x with all dims of the mask from `at` on, in order; None where it has others."""
-        for place in self.new:
-            x = x.unsqueeze(place)
-        shape, at = tuple(self.mask.shape), self.at
-        if tuple(x.shape[at : at + len(self.dims)]) != tuple(shape[dim] for dim in self.dims):
-            return None
-        order = sorted(range(len(self.dims)), key=lambda each: self.dims[each])
-        if order != list(range(len(order))):
-            x = x.permute([*range(at), *(at + each for each in order), *range(at + len(order), x.dim())])
-        for dim in self.others:
-            x = x.unsqueeze(at + dim)
-        return x.expand(*x.shape[:at], *shape, *x.shape[at + len(shape) :]) if self.others else x
-
-    def summed(self, rows: Tensor) -> Tensor:
-        """[mask, …] summed over the dims that it does not count along, in its own order of the others."""
-        if self.others:
-            rows = rows.sum(self.others)
-        kept = sorted(self.dims)
-        order = [kept.index(dim) for dim in self.dims]
-        behind = range(len(order), rows.dim())
-        return rows if order == sorted(order) else rows.permute([*order, *behind])
-
-
 class Chosen(TorchFunctionMode):
     """While a model is traced: masks that nobody knows choose rows. used: whether one did."""
 
@@ -107,6 +61,7 @@ class Chosen(TorchFunctionMode):
         self._said = Said()
         self._known: dict[tuple[int, tuple[int, ...]], tuple[Tensor, int]] = {}
         self._places: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._stacked: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
         self.loops = Loops(extra=first != FIRST)
 
@@ -160,7 +115,25 @@ class Chosen(TorchFunctionMode):
             flat = x.flatten(dim, dim + mask.dim() - 1)
             return flat.clone() if len(places) == mask.numel() else flat.index_select(dim, lifted(places))
         rows = self.number(mask)
-        return NotImplemented if rows is None else CHOSEN(x, mask, dim, rows)
+        if rows is None:
+            return NotImplemented
+        found = CHOSEN(x, mask, dim, rows)
+        if x.dim() == mask.dim() == 1 and x.dtype == torch.int64:
+            self._indices[id(found)] = found, x, mask
+        return found
+
+    def index(self, x: Any) -> tuple[Tensor, Tensor] | None:
+        """The indices that a mask has chosen x of, and the mask; None of other tensors."""
+        held = self._indices.get(id(x))
+        return None if held is None else held[1:]
+
+    def repeated(self, index: Tensor) -> Tensor | None:
+        """The indices, one a row, that all columns of index[S, D] have; None of others."""
+        node: Any = compat.node_of(index)
+        while node is not None and node.target in _COLUMNS and shape_of(node)[:1] == shape_of(node.args[0])[:1]:
+            node = node.args[0]
+        held = [each for each, *_ in (*self._indices.values(), *self._places.values()) if compat.node_of(each) is node]
+        return held[0] if held and index.dim() == 2 else None
 
     def write(self, x: Tensor, mask: Tensor, value: Any) -> Any:
         """x with such rows where a mask is set."""
@@ -331,6 +304,13 @@ def _marks_once(mask: Tensor, dims: Sequence[int]) -> bool:
     return isinstance(along, int) and along % mask.dim() == dims[0] and shape_of(numbers) == tuple(mask.shape)
 
 
+_COLUMNS = (
+    _aten.expand.default, _aten.repeat.default, _aten.unsqueeze.default, _aten.view.default, _aten.reshape.default,
+    _aten.expand_as.default,
+)  # fmt: skip
+"""What may repeat each row."""
+
+
 def _plain(value: Tensor) -> int:
     return int(value.flatten()[0])
 
@@ -354,6 +334,8 @@ def _getitem(chosen: Chosen, x: Tensor, index: Any) -> Any:
     number = chosen.round_number(index)
     if number is not None and x.dim():
         return chosen.loops.item(x, number, with_dim=isinstance(index, Tensor) and index.dim() == 1)
+    if x.dim() and (known := chosen.index(index)) is not None:
+        return chosen.take(x[known[0]], known[1])
     rows = chosen.rows_in(index)
     if rows is None or (seen := rows.seen(x)) is None:
         return NotImplemented
@@ -373,6 +355,9 @@ def _setitem(chosen: Chosen, x: Tensor, index: Any, value: Any) -> Any:
 
 
 def _index_add(chosen: Chosen, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    if not dim and (known := chosen.index(index)) is not None and source.shape[:1] == index.shape:
+        mask = known[1].reshape(-1, *(1,) * (source.dim() - 1))
+        return x.index_add(0, known[0], torch.where(mask, SPREAD(source, known[1]), 0).to(source.dtype), alpha=alpha)
     rows = None if dim % max(1, x.dim()) else chosen.rows_in(index)
     return NotImplemented if rows is None else chosen.add(x, rows, source if alpha == 1 else source * alpha)
 
@@ -380,6 +365,30 @@ def _index_add(chosen: Chosen, x: Tensor, dim: int, index: Tensor, source: Tenso
 def _index_add_(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
     count = compat.count_recorded()
     found = _index_add(chosen, x, *given, **named)
+    return found if found is NotImplemented else chosen.put(x, found, count)
+
+
+def _scatter_add(chosen: Chosen, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    """Rows that are added by indices that all of a row have."""
+    rows = chosen.repeated(index) if not dim and index.shape == source.shape else None
+    return NotImplemented if rows is None else _index_add(chosen, x, 0, rows, source)
+
+
+def _scatter_add_(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+    count = compat.count_recorded()
+    found = _scatter_add(chosen, x, *given, **named)
+    return found if found is NotImplemented else chosen.put(x, found, count)
+
+
+def _scatter_reduce(
+    chosen: Chosen, x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    return _scatter_add(chosen, x, dim, index, src) if reduce == "sum" and include_self else NotImplemented
+
+
+def _scatter_reduce_(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+    count = compat.count_recorded()
+    found = _scatter_reduce(chosen, x, *given, **named)
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
@@ -464,6 +473,12 @@ _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.index_add: _index_add,
     Tensor.index_add_: _index_add_,
     Tensor.index_put_: _index_put_,
+    torch.scatter_add: _scatter_add,
+    Tensor.scatter_add: _scatter_add,
+    Tensor.scatter_add_: _scatter_add_,
+    torch.scatter_reduce: _scatter_reduce,
+    Tensor.scatter_reduce: _scatter_reduce,
+    Tensor.scatter_reduce_: _scatter_reduce_,
     torch.select: _select,
     Tensor.select: _select,
     torch.index_select: _index_select,

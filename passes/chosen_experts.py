@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import fx
 
 from autopar.operators.experts import experts  # noqa: F401 (the operator that this writes)
 from autopar.passes.chosen import CHOSEN, SPREAD
-from autopar.passes.expert_masks import Masks, choices_of, is_never
+from autopar.passes.expert_masks import Masks, choices_of, covers, is_never
 from autopar.passes.expert_products import (
     Expert,
     experts_of,
@@ -58,7 +58,8 @@ class _Weight:
 @dataclass(frozen=True, slots=True)
 class _Round:
     """One round. node: what it leaves, from `before`. x: of which it takes rows, [tokens, …, D]. mask: of them, with
-    `others` among its dims that x has not. inward: whether rows are weighed before the expert sees them.
+    `others` among its dims that x has not. inward: whether rows are weighed before the expert sees them. assigned:
+    whether what was there before is gone, not added to.
     """
 
     node: fx.Node
@@ -69,12 +70,13 @@ class _Round:
     expert: Expert
     weight: _Weight | None
     inward: bool
+    assigned: bool = False
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What rounds have in common that are one operator."""
         weight = None if self.weight is None else (self.weight.dtype, self.inward)
-        return self.expert.form, self.others, shape_of(self.mask), weight
+        return self.expert.form, self.others, shape_of(self.mask), weight, self.assigned
 
 
 def simplify_expert_loops(graph: fx.Graph, origins: dict[str, str]) -> None:
@@ -126,7 +128,10 @@ def _round_of(node: Any, said: Said) -> _Round | None:
         return None
     rows, mask, others = found
     more = _beside_own(rows, before, mask, others)
-    return None if more is None else _read(node, before, more, mask, others, said)
+    if more is not None:
+        return _read(node, before, more, mask, others, said)
+    assigned = None if others else _read(node, before, rows, mask, others, said)
+    return None if assigned is None else replace(assigned, assigned=True)
 
 
 def _spread(node: Any) -> tuple[fx.Node, fx.Node, tuple[int, ...]] | None:
@@ -281,6 +286,11 @@ def _write(graph: fx.Graph, origins: dict[str, str], chain: Sequence[_Round], sa
     build = Builder(graph, last.node, origins)
     masks = Masks(build, said, [each.mask for each in chain], first.others)
     chosen = choices_of(masks)
+    start = stripped(first.before)
+    if first.assigned:  # one expert a row, and no row that had something else before
+        once = not chosen.every and shape_of(chosen.indices)[1] == 1
+        if not once or not (start.target in _ZEROS or covers(chosen.indices, len(chain))):
+            return
     width = shape_of(first.x)[-1]
     x = first.x if len(shape_of(first.x)) == 2 else build(_aten.reshape.default, first.x, [-1, width])
     if first.weight is None:
@@ -293,8 +303,7 @@ def _write(graph: fx.Graph, origins: dict[str, str], chain: Sequence[_Round], sa
     made = (weighed_inward if first.inward else experts_of)(build, x, chosen.indices, weights, parameters, first.expert)
     if shape_of(made) != shape_of(last.node):
         made = build(_aten.reshape.default, made, list(shape_of(last.node)))
-    start = stripped(first.before)
-    if start.target not in _ZEROS:
+    if start.target not in _ZEROS and not first.assigned:
         made = build(_aten.add.Tensor, first.before, made)
     last.node.replace_all_uses_with(made)
 

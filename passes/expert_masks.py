@@ -22,10 +22,12 @@ from torch import fx
 from autopar.passes.expert_products import is_cast, stripped
 from autopar.passes.indices import Builder
 from autopar.passes.said import Said, shape_of
+from autopar.passes.tried import limit_of
 
 _aten = torch.ops.aten
 _ANDS = (_aten.__and__.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default)
 _POSITIVE = (_aten.gt.Scalar, _aten.greater.Scalar, _aten.ne.Scalar, _aten.not_equal.Scalar)
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints, _aten.permute.default)
 _CHOSEN_BY = (_aten.topk.default, _aten.sort.default, _aten.max.dim, _aten.min.dim)
 
 
@@ -364,6 +366,15 @@ def is_never(mask: Any) -> bool:
             if order[row[1]] == len(order) - 1 and row[2] >= _bound(index):
                 return True
     return False
+
+
+def covers(index: Any, num: int) -> bool:
+    """Whether all of an index are below a number of experts."""
+    node = stripped(index)
+    while node.target in (*_VIEWS, _aten.index_select.default):
+        node = stripped(node.args[0])
+    limit = limit_of(node)
+    return limit is not None and limit <= num
 
 
 def _bound(index: Any) -> float:

@@ -29,7 +29,7 @@ from autopar.passes.indices import simplify_batched_index, simplify_masked_write
 from autopar.passes.reshapes import simplify_reshapes
 from autopar.passes.strided import simplify_strided
 from autopar.passes.triangular import simplify_substitution
-from autopar.passes.unsorted import simplify_sorted
+from autopar.passes.unsorted import number_parts, simplify_sorted
 
 
 def to_program(
@@ -47,11 +47,13 @@ def to_program(
             are no tensors, tensors without values.
     """
     _check_autocast(exported.graph_module, precision)
+    _check_batched(exported.graph_module)
     graph, origins, placeholders = clean_graph(exported)
     written = Written() if blocks is None else _written_out(exported, graph, origins, placeholders, blocks, names)
     words.take_notes(graph)
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
+    number_parts(graph, origins)
     simplify_expert_loops(graph, origins)
     keep_rows(graph, origins)
     simplify_sorted(graph, origins)
@@ -157,6 +159,18 @@ def _check_autocast(module: fx.GraphModule, precision: torch.dtype | None) -> No
                 )
 
 
+def _check_batched(module: fx.GraphModule) -> None:
+    """Raises an AutoparError where forward calls `torch.vmap`, whose operators work on one row of a batch."""
+    for each in graph_modules(module):
+        for node in each.graph.nodes:
+            if node.op == "call_function" and getattr(node.target, "__name__", "") == "_add_batch_dim":
+                raise AutoparError(
+                    "forward() calls torch.vmap, which a program does not have",
+                    where=origin_of(node) or None,
+                    remedy="write the batch dim out: operators that take it as it is (torch.einsum, torch.bmm)",
+                )
+
+
 def _line_within(module: fx.GraphModule, node: fx.Node) -> str | None:
     """The first line of a model inside of what a node wraps."""
     for argument in node.args:
@@ -173,11 +187,20 @@ def _with_values(value: Any, node: fx.Node, origins: Mapping[str, str]) -> torch
     Raises:
         AutoparError: it is on meta.
     """
-    if isinstance(value, torch.Tensor) and not value.is_meta:
+    lost = isinstance(value, torch.Tensor) and compat.is_stand_in(value)
+    if isinstance(value, torch.Tensor) and not (value.is_meta or lost):
         return value.detach()
+    where = next((origins[user.name] for user in node.users if origins.get(user.name)), node.name)
+    if lost:
+        raise AutoparError(
+            "forward() uses a tensor that the trace has lost: what torch.autograd.grad gives inside of forward()",
+            where=where,
+            values=f"a tensor of shape {tuple(value.shape)}",
+            remedy="write that gradient out by operators, or take it outside of the model that is compiled",
+        )
     raise AutoparError(
         "a tensor that is neither a parameter nor a buffer has no values: it is on meta",
-        where=next((origins[user.name] for user in node.users if origins.get(user.name)), node.name),
+        where=where,
         remedy="build the model on the CPU, or register the tensor as a buffer",
     )
 

@@ -13,6 +13,7 @@ part of has been written.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -27,9 +28,14 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import frame_of_model
+from autopar.passes.chosen import FIRST, SPREAD
+from autopar.passes.no_rows import NoRows, group_trials, number_of
+from autopar.passes.read_numbers import Numbers
 from autopar.passes.said import Said
 
 _READ, _WRITE = Tensor.__getitem__, Tensor.__setitem__
+_SPLITS = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes, torch.functional.split)
+_JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
 
 
 @dataclass(slots=True)
@@ -47,16 +53,29 @@ class _Cut:
     is_stale: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Which of as many rows lie in a slice: mask[size], from start to stop."""
+
+    mask: Tensor
+    size: int
+    start: Any
+    stop: Any
+
+
 class Ragged(TorchFunctionMode):
     """While a model is traced: slices whose ends nobody knows are rows that a mask chooses.
 
     To be entered in forward (`within`): `torch.export` asks for the ends of slices before modes around it see them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Numbers) -> None:
         super().__init__()
+        self._read = numbers
         self._cuts: list[_Cut] = []
         self._said = Said()
+        self._ranges: dict[int, _Range] = {}
+        self._tests = NoRows()
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward in which it is on.
@@ -71,6 +90,14 @@ class Ragged(TorchFunctionMode):
                 found = forward(*args, **kwargs)
             if any(cut.pending is not None for cut in self._cuts):
                 raise _refused("forward() writes into a slice between two tensors")
+            line = self._tests.wrong({size: (each.start, each.stop, each.mask) for size, each in self._ranges.items()})
+            if line is not None:
+                raise AutoparError(
+                    "forward() leaves out what is done with rows where there are none, and more comes of it than rows",
+                    where=line,
+                    remedy="do it for all groups (a slice of no rows gives none), or collect nothing but their rows",
+                )
+            self._read.check(found)
             self._cuts.clear()
             return found
 
@@ -80,6 +107,14 @@ class Ragged(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__bool__:
+            found = self._tests.asked(args[0], frame_of_model(sys._getframe(1), own=True))
+            if found is not None:
+                return found
+        if func in _SPLITS and (parts := self._parts(*args, **kwargs)) is not None:
+            return parts
+        if func in _JOINS and (joined := self._joined(*args, **kwargs)) is not None:
+            return joined
         ends = _unknown_ends(args[1]) if func in (_READ, _WRITE) else ()
         assigned = self._assigned(*args) if ends and func is _WRITE else None
         if self._cuts:
@@ -87,8 +122,10 @@ class Ragged(TorchFunctionMode):
         if not ends or (index := _by_mask(args[0], args[1])) is None:
             found = func(*args, **kwargs)
         else:
-            plain, mask = index
+            plain, mask, cut = index
             found = func(args[0] if plain is None else args[0][plain], mask, *args[2:])
+            if func is _READ and isinstance(found, Tensor):
+                self._note(found, cut)
         if self._cuts:
             self._note_writes(assigned)
         if ends and func is _READ and isinstance(found, Tensor):
@@ -97,6 +134,52 @@ class Ragged(TorchFunctionMode):
                     _Cut(weakref.ref(found), args[0], self._index(args[1]), found._version, args[0]._version)
                 )
         return found
+
+    def _note(self, rows: Tensor, cut: _Range) -> None:
+        """Which slice so many rows are."""
+        dim = next((dim for dim, size in enumerate(rows.shape) if size >= FIRST), None)
+        if dim is not None:
+            self._ranges[rows.shape[dim]] = cut
+
+    def _parts(self, x: Tensor, sizes: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+        """`x.split(sizes)`, whose sizes nobody knows; None of others."""
+        if not isinstance(sizes, list | tuple) or not any(map(_is_unknown, sizes)) or dim % x.dim():
+            return None
+        found: list[Tensor] = []
+        start: Any = 0
+        for size in sizes:
+            stop = start + size
+            found.append(self.__torch_function__(_READ, (), (x, slice(start, stop))))
+            start = stop
+        return tuple(found)
+
+    def _joined(self, tensors: Any, dim: int = 0, **named: Any) -> Tensor | None:
+        """Slices that lie one behind the other, and are all of what they are slices of, together; None of others."""
+        if not isinstance(tensors, list | tuple) or len(tensors) < 2 or dim or named:
+            return None
+        cuts = [self._ranges.get(each.shape[0]) if each.dim() else None for each in tensors]
+        known = [cut for cut in cuts if cut is not None]
+        if len(known) < len(cuts) or not self._is_all(known):
+            return None
+        first = tensors[0]
+        out = torch.zeros((known[0].size, *first.shape[1:]), dtype=first.dtype, device=first.device)
+        for rows, cut in zip(tensors, known, strict=True):
+            place = cut.mask.reshape(-1, *(1,) * (rows.dim() - 1))
+            out = torch.where(place, SPREAD(rows, cut.mask), out)
+        return out
+
+    def _is_all(self, cuts: Sequence[_Range]) -> bool:
+        """Whether slices of as many rows lie one behind the other, from the first row to the last."""
+        size, last = cuts[0].size, compat.node_of(cuts[-1].stop) if isinstance(cuts[-1].stop, Tensor) else None
+        if any(cut.size != size for cut in cuts) or last is None:
+            return False
+        pairs = [(0, cuts[0].start), *((one.stop, other.start) for one, other in itertools.pairwise(cuts))]
+        trials = list(group_trials(last))
+        return bool(trials) and all(
+            number_of(one, given) == number_of(other, given)
+            for given in trials
+            for one, other in [*pairs, (size, cuts[-1].stop)]
+        )
 
     def _index(self, index: Any) -> Hashable:
         """What an index says: the same for ends that are computed in the same way."""
@@ -166,9 +249,9 @@ def _is_unknown(end: Any) -> bool:
     return compat.node_of(end) is not None and compat.known_value(end) is None
 
 
-def _by_mask(x: Tensor, index: Any) -> tuple[Any, Any] | None:
-    """The index of an x's part that has all that lies between such ends, None where that is x; and the one that takes
-    the rest of it, by a mask. None where more than slices are asked for.
+def _by_mask(x: Tensor, index: Any) -> tuple[Any, Any, _Range] | None:
+    """The index of an x's part that has all that lies between such ends, None where that is x; the one that takes the
+    rest of it, by a mask; and which rows these are. None where more than slices are asked for.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     at = next((place for place, each in enumerate(parts) if each is Ellipsis), None)
@@ -183,7 +266,9 @@ def _by_mask(x: Tensor, index: Any) -> tuple[Any, Any] | None:
         return None
     mask = _between(cut.start, cut.stop, x.shape[dim], x.device)
     plain = None if all(each == slice(None) for each in others) else tuple(others)
-    return plain, (*(slice(None),) * dim, mask) if dim else mask
+    size = x.shape[dim]
+    rows = _Range(mask, size, 0 if cut.start is None else cut.start, size if cut.stop is None else cut.stop)
+    return plain, (*(slice(None),) * dim, mask) if dim else mask, rows
 
 
 def _between(start: Any, stop: Any, size: int, device: torch.device) -> Tensor:

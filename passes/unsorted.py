@@ -12,6 +12,7 @@ matter. Which part two ends enclose is found by computing them for other numbers
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,16 @@ from torch import Tensor, fx
 from autopar.base.torch_compat import tracing as compat
 from autopar.ir.nodes import map_nodes
 from autopar.ir.op_call import op_call
+from autopar.ir.rule import Exchange
 from autopar.operators.rules.lookup import rule_for
 from autopar.passes.indices import Builder, constant
 from autopar.passes.said import COPIES, shape_of
+from autopar.passes.tried import limit_of, places_tried
 
 _aten = torch.ops.aten
 _SORTS = (_aten.argsort.default, _aten.argsort.stable, _aten.sort.default, _aten.sort.stable)
-_LOWER = (_aten.ge.Tensor,)
-_UPPER = (_aten.lt.Tensor,)
+_LOWER = (_aten.ge.Tensor, _aten.ge.Scalar)
+_UPPER = (_aten.lt.Tensor, _aten.lt.Scalar)
 _BOTH = (_aten.logical_and.default, _aten.bitwise_and.Tensor, _aten.__and__.Tensor, _aten.mul.Tensor)
 _SAME = (*COPIES, _aten.view.default, _aten.reshape.default, _aten.flatten.using_ints, _aten.squeeze.dim)
 """What has the elements of its operand in their order."""
@@ -57,11 +60,36 @@ def simplify_sorted(graph: fx.Graph, origins: dict[str, str]) -> None:
     graph.eliminate_dead_code()
 
 
+def number_parts(graph: fx.Graph, origins: dict[str, str]) -> None:
+    """Where a mask marks the places that one number has among those that are sorted, it says which number is there.
+
+    (start_e <= place) & (place < end_e)   →   numbers[order] == e
+    """
+    for sort in [each for each in graph.nodes if each.target in _SORTS]:
+        try:
+            order = _Order.of(sort)
+        except _MattersError:
+            continue
+        trials, index = _Trials(order), order.values
+        for node in list(graph.nodes):
+            ends = _ends(node, order.count) if node.target in _BOTH and shape_of(node) == (order.count,) else None
+            number = None if ends is None else trials.number_between(*ends)
+            if number is None:
+                continue
+            if index is None:
+                with graph.inserting_after(order.places):
+                    index = graph.call_function(_aten.index_select.default, (order.numbers, 0, order.places))
+                index.meta["val"] = order.numbers.meta["val"].new_empty(order.count)
+                origins[index.name] = origins.get(order.places.name, "")
+            node.replace_all_uses_with(Builder(graph, node, origins)(_aten.eq.Scalar, index, number))
+    graph.eliminate_dead_code()
+
+
 @dataclass(slots=True)
 class _Order:
     """places, values: what sorting gives. numbers: [N], what is sorted, of `root`, a tensor of numbers below `limit`.
 
-    rows: which dim of a value is in this order. parts: masks, and the number whose part of the rows each marks.
+    rows: which dim of a value is in this order. descending: whether the largest number comes first.
     inverse: what says where each row has gone. exits: what puts rows back, or adds them to others, which it does then,
     too; and the rows that are its result.
     """
@@ -71,15 +99,15 @@ class _Order:
     numbers: fx.Node
     root: fx.Node
     limit: int
+    descending: bool
     rows: dict[fx.Node, int]
-    parts: dict[fx.Node, int]
     inverse: set[fx.Node]
     exits: dict[fx.Node, fx.Node]
 
     @staticmethod
     def of(sort: fx.Node) -> _Order:
         numbers, call = sort.args[0], op_call(sort.target, *_values((sort.args, sort.kwargs)), None)
-        if not isinstance(numbers, fx.Node) or len(shape_of(numbers)) != 1 or call.arg("descending", False):
+        if not isinstance(numbers, fx.Node) or len(shape_of(numbers)) != 1:
             raise _MattersError
         picks = {user.args[1]: user for user in sort.users if user.target is operator.getitem}
         is_pair = sort.target in (_aten.sort.default, _aten.sort.stable)
@@ -87,11 +115,12 @@ class _Order:
         root: Any = numbers
         while root.target in _SAME:
             root = root.args[0]
-        limit = _limit(root)
+        limit = limit_of(root)
         if places is None or limit is None or numbers.meta["val"].is_floating_point():
             raise _MattersError
         rows = {each: 0 for each in (places, values) if each is not None}
-        return _Order(places, values, numbers, root, limit, rows, {}, set(), {})
+        descending = bool(call.arg("descending", False))
+        return _Order(places, values, numbers, root, limit, descending, rows, set(), {})
 
     @property
     def count(self) -> int:
@@ -105,7 +134,6 @@ class _Order:
         Raises:
             _MattersError: somebody minds it.
         """
-        trials = _Trials(self)
         lost: set[fx.Node] = set()
         for node in graph.nodes:
             if node in self.rows:
@@ -114,7 +142,7 @@ class _Order:
             if node.op == "output":
                 if minds or any(each in self.rows for each in node.all_input_nodes):
                     raise _MattersError
-            elif node.op == "call_function" and not self._is_part(node, trials):
+            elif node.op == "call_function":
                 if any(each in self.rows or each in self.inverse for each in node.all_input_nodes) or minds:
                     try:
                         self._see(node, minds)
@@ -122,18 +150,6 @@ class _Order:
                         lost.add(node)
         if not self.exits:
             raise _MattersError
-
-    def _is_part(self, node: fx.Node, trials: _Trials) -> bool:
-        """Whether a node marks the places that one number has."""
-        if node.target not in _BOTH or shape_of(node) != (self.count,):
-            return False
-        ends = _ends(node, self.count)
-        number = None if ends is None else trials.number_between(*ends)
-        if number is None:
-            return False
-        self.parts[node] = number
-        self.rows[node] = 0
-        return True
 
     def _see(self, node: Any, minds: bool) -> None:
         if minds:
@@ -193,7 +209,8 @@ class _Order:
             raise _MattersError
         (factor,) = factors
         placed = {name for _, name in (*rule.offset_args, *rule.starts_args)}
-        placed |= set() if rule.pair is None else {rule.pair.query, rule.pair.key}
+        if rule.pair is not None:  # a token's experts are its own, whatever its place
+            placed |= {rule.pair.key} if isinstance(rule.pair, Exchange) else {rule.pair.query, rule.pair.key}
         if not rule.can_split(factor) or rule.sizes[factor] != self.count or rule.position_args or factor in placed:
             raise _MattersError
         for number, each in enumerate(operands):
@@ -222,8 +239,6 @@ class _Order:
         self.places.replace_all_uses_with(counted)
         if self.values is not None:
             self.values.replace_all_uses_with(self.numbers)
-        for node, number in self.parts.items():
-            node.replace_all_uses_with(Builder(graph, node, origins)(_aten.eq.Scalar, self.numbers, number))
         for node, rows in self.exits.items():
             if rows is not node:
                 node.replace_all_uses_with(rows)
@@ -267,29 +282,27 @@ class _Trials:
     """What ends are for several tensors of numbers."""
 
     def __init__(self, order: _Order) -> None:
-        generator, limit = torch.Generator().manual_seed(0), order.limit
-        shape, dtype = shape_of(order.root), _dtype(order.root)
-        uniform = torch.randint(limit, shape, generator=generator)
-        skewed = (limit * torch.rand(shape, generator=generator, dtype=torch.float64) ** 3).long()
-        one = torch.full(shape, limit // 2)
-        self._known: list[dict[fx.Node, Any]] = [{order.root: x.to(dtype)} for x in (uniform, skewed, one)]
-        self._below: list[list[int]] = []
+        limit = order.limit
+        self._known: list[dict[fx.Node, Any]] = [{order.root: x} for x in places_tried(order.root)]
+        self._parts: list[list[tuple[int, int]]] = []
         for known in self._known:
             numbers = _computed(order.numbers, known)
             if order.values is not None:
-                known[order.values] = numbers.sort().values
+                known[order.values] = numbers.sort(descending=order.descending).values
             counts = torch.bincount(numbers.flatten().long(), minlength=limit)
-            self._below.append([0, *counts.cumsum(0).tolist()])
+            ends = [0, *(counts.flip(0) if order.descending else counts).cumsum(0).tolist()]
+            parts = list(itertools.pairwise(ends))
+            self._parts.append(parts[::-1] if order.descending else parts)
 
-    def number_between(self, start: fx.Node, end: fx.Node) -> int | None:
+    def number_between(self, start: Any, end: Any) -> int | None:
         """The number whose part of the sorted rows two ends enclose, whatever the numbers are; None: there is none."""
         able: set[int] | None = None
-        for known, below in zip(self._known, self._below, strict=True):
+        for known, parts in zip(self._known, self._parts, strict=True):
             try:
-                one, other = (int(_computed(each, known).reshape(())) for each in (start, end))
+                values = [_computed(each, known) if isinstance(each, fx.Node) else each for each in (start, end)]
             except _MattersError:
                 return None
-            here = {number for number in range(len(below) - 1) if (below[number], below[number + 1]) == (one, other)}
+            here = {number for number, part in enumerate(parts) if part == tuple(map(int, values))}
             able = here if able is None else able & here
         return next(iter(able)) if able is not None and len(able) == 1 else None
 
@@ -316,7 +329,7 @@ def _computed(node: fx.Node, known: dict[fx.Node, Any]) -> Tensor:
     return found
 
 
-def _ends(node: fx.Node, count: int) -> tuple[fx.Node, fx.Node] | None:
+def _ends(node: fx.Node, count: int) -> tuple[Any, Any] | None:
     """The ends of `(start <= arange) & (arange < end)`."""
     sides = {each.target: each for each in node.all_input_nodes}
     lower = next((sides[target] for target in _LOWER if target in sides), None)
@@ -326,22 +339,11 @@ def _ends(node: fx.Node, count: int) -> tuple[fx.Node, fx.Node] | None:
     for side in (lower, upper):
         places, end = side.args
         value = constant(places) if isinstance(places, fx.Node) and shape_of(places) == (count,) else None
-        if value is None or not isinstance(end, fx.Node) or end.meta["val"].numel() != 1:
+        if value is None or (isinstance(end, fx.Node) and end.meta["val"].numel() != 1):
             return None
         if not torch.equal(value, torch.arange(count)):
             return None
-    return lower.args[1], upper.args[1]  # type: ignore[return-value]
-
-
-def _limit(root: fx.Node) -> int | None:
-    """Below what numbers lie that say where along a dim something is; None of others."""
-    if root.target is operator.getitem and root.args[1] == 1 and root.args[0].target is _aten.topk.default:  # type: ignore[union-attr]
-        root = root.args[0]  # type: ignore[assignment]
-    elif root.target is not _aten.argmax.default:
-        return None
-    call = op_call(root.target, *_values((root.args, root.kwargs)), None)
-    dim, shape = call.arg("dim", -1 if root.target is _aten.topk.default else None), shape_of(root.args[0])
-    return None if dim is None else shape[dim]
+    return lower.args[1], upper.args[1]
 
 
 def _values(given: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

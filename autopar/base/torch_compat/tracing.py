@@ -106,6 +106,11 @@ def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.T
         return None if known is None else of(known)
 
 
+def is_stand_in(value: torch.Tensor) -> bool:
+    """Whether a tensor stands for another one while a model is traced."""
+    return isinstance(value, FakeTensor)
+
+
 def has_numbers(value: torch.Tensor) -> bool:
     """Whether a tensor is one of the script's, with values: no stand-in of a trace or of `torch.func`."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -149,8 +154,11 @@ def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> to
     anything else goes into it.
     """
     last = node_of(value)
-    if last is None:
-        return None
+    return None if last is None else value_of(last, given)
+
+
+def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """As `value_from`, of what a node of the trace gives."""
     needed: dict[fx.Node, None] = {}
     held: dict[fx.Node, torch.Tensor] = {}
     waiting = [last]

@@ -1,0 +1,54 @@
+"""An index whose rows a mask chooses: what it takes of a tensor, and where rows come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a mask chooses, as an index has them. dims: those of the mask that it counts along, which the tensor's
+    from `at` on are; new: dims before that the index adds to the tensor; rest: what else is to be taken of the rows.
+    """
+
+    mask: Tensor
+    at: int
+    dims: tuple[int, ...]
+    new: tuple[int, ...]
+    rest: tuple[Any, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it counts along all dims of the mask, in order, and asks for nothing else."""
+        return self.dims == tuple(range(self.mask.dim())) and not (self.new or self.rest)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The mask's dims that it does not count along."""
+        return tuple(dim for dim in range(self.mask.dim()) if dim not in self.dims)
+
+    def seen(self, x: Tensor) -> Tensor | None:
+        """x with all dims of the mask from `at` on, in order; None where it has others."""
+        for place in self.new:
+            x = x.unsqueeze(place)
+        shape, at = tuple(self.mask.shape), self.at
+        if tuple(x.shape[at : at + len(self.dims)]) != tuple(shape[dim] for dim in self.dims):
+            return None
+        order = sorted(range(len(self.dims)), key=lambda each: self.dims[each])
+        if order != list(range(len(order))):
+            x = x.permute([*range(at), *(at + each for each in order), *range(at + len(order), x.dim())])
+        for dim in self.others:
+            x = x.unsqueeze(at + dim)
+        return x.expand(*x.shape[:at], *shape, *x.shape[at + len(shape) :]) if self.others else x
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """[mask, …] summed over the dims that it does not count along, in its own order of the others."""
+        if self.others:
+            rows = rows.sum(self.others)
+        kept = sorted(self.dims)
+        order = [kept.index(dim) for dim in self.dims]
+        behind = range(len(order), rows.dim())
+        return rows if order == sorted(order) else rows.permute([*order, *behind])

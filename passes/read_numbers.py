@@ -1,0 +1,128 @@
+"""Numbers that Python reads of tensors: while a model is traced, tensors of no dims that stand for them.
+
+    for n in counts.tolist():                      n, a tensor [] of int64
+        rows = x[start : start + n]                    a slice between two tensors (`ragged.py`)
+        start += n
+    scale = x.abs().max().item();  x / scale           x / scale, which has no gradient
+
+They are what Python's numbers would be: of int64 or float64, beside other tensors of these tensors' types, and without
+a gradient. What asks for more than arithmetic (a size, a branch, a format) meets a tensor whose value nobody knows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing as compat
+
+MOST = 4096
+"""Elements of a tensor whose numbers are read one by one: as many groups, not tokens."""
+_DIVIDING = frozenset({"div", "true_divide", "divide", "__truediv__", "__rtruediv__", "__rdiv__", "__div__"})
+_ARITHMETIC = _DIVIDING | frozenset(
+    {"add", "sub", "mul", "neg", "subtract", "multiply", "floor_divide", "remainder", "pow", "abs", "rsub", "__add__"}
+    | {"__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__rfloordiv__", "__mod__", "__neg__"}
+    | {"__rmod__", "__pow__", "__rpow__", "__abs__", "__pos__"}
+)
+_IN_PLACE: Mapping[str, Callable[..., Any]] = {
+    "__iadd__": torch.add, "__isub__": torch.sub, "__imul__": torch.mul, "__itruediv__": torch.div,
+    "add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div, "__ifloordiv__": torch.floor_divide,
+    "floor_divide_": torch.floor_divide, "__imod__": torch.remainder, "remainder_": torch.remainder,
+}  # fmt: skip
+"""What changes a tensor: a number is another one then, and stays what it was for others."""
+
+
+class Numbers(TorchFunctionMode):
+    """While a model is traced: what Python reads of values is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READ and not kwargs and len(args) == 1 and self._is_read(args[0], func):
+            return _READ[func](self, args[0])
+        name = getattr(func, "__name__", "")
+        if not self._numbers or not any(self.is_number(each) for each in args):
+            return func(*args, **kwargs)
+        func = _IN_PLACE.get(name, func) if self.is_number(args[0]) else func
+        others = [each for each in args if isinstance(each, Tensor) and not self.is_number(each)]
+        if others:
+            return func(*(self._beside(each, others) for each in args), **kwargs)
+        if (name not in _ARITHMETIC and name not in _IN_PLACE) or kwargs:
+            return func(*args, **kwargs)
+        if name in _DIVIDING or func is torch.div:
+            args = tuple([each.to(torch.float64) if isinstance(each, Tensor) else each for each in args])
+        wide = [torch.tensor(each, dtype=torch.float64) if isinstance(each, float) else each for each in args]
+        return self._number(func(*wide))
+
+    def is_number(self, value: Any) -> bool:
+        """Whether a tensor stands for a number of Python's."""
+        held = self._numbers.get(id(value)) if isinstance(value, Tensor) else None
+        return held is not None and held() is value
+
+    def check(self, results: Any) -> None:
+        """Look at what a forward returns.
+
+        Raises:
+            AutoparError: a number that it has read of a tensor.
+        """
+        if any(map(self.is_number, compat.tree_flatten(results)[0])):
+            raise AutoparError(
+                "forward() returns a number that it reads of a tensor (.item(), .tolist()), which a program does not",
+                remedy="return the tensor, loss.detach(), and read the number of it where it is used",
+            )
+
+    def _number(self, value: Tensor) -> Tensor:
+        wide = torch.float64 if value.is_floating_point() else torch.int64
+        value = value.to(wide).reshape(())
+        self._numbers[id(value)] = weakref.ref(value)
+        return value
+
+    def _is_read(self, x: Tensor, func: Callable[..., Any]) -> bool:
+        """Whether a traced tensor has numbers that nobody knows; which more than one number may be that count."""
+        whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if x.numel() > MOST or not (whole or (func is Tensor.item and x.is_floating_point())):
+            return False
+        return compat.node_of(x) is not None and not compat.is_unknown(x) and compat.value_from(x, {}) is None
+
+    def _beside(self, value: Any, others: Sequence[Tensor]) -> Any:
+        """A number as an operand beside other tensors, whose type decides."""
+        if not self.is_number(value):
+            return value
+        floating = [each.dtype for each in others if each.is_floating_point() or each.is_complex()]
+        if value.is_floating_point():
+            return value.to(floating[0] if floating else torch.get_default_dtype())
+        whole = [each.dtype for each in others if each.dtype != torch.bool]
+        return value.to(floating[0]) if floating else value.to(whole[0]) if whole else value
+
+    def item(self, x: Tensor) -> Tensor:
+        """As `x.item()`."""
+        return self._number(x.detach())
+
+    def tolist(self, x: Tensor) -> Any:
+        """As `x.tolist()`."""
+        return [self.tolist(each) for each in x.unbind(0)] if x.dim() else self._number(x.detach())
+
+    def numpy(self, x: Tensor) -> np.ndarray[Any, Any]:
+        """As `x.numpy()`: an array of objects."""
+        flat = [self._number(each) for each in x.detach().reshape(-1).unbind(0)]
+        found = np.empty(len(flat), dtype=object)
+        for place, each in enumerate(flat):
+            found[place] = each
+        return found.reshape(tuple(x.shape))
+
+
+_READ: Mapping[Callable[..., Any], Callable[[Numbers, Tensor], Any]] = {
+    Tensor.item: Numbers.item, Tensor.tolist: Numbers.tolist, Tensor.numpy: Numbers.numpy,
+}  # fmt: skip
