@@ -130,8 +130,9 @@ def _lies_in(node: Any) -> Any:
 
 def _asks_for_rows(node: fx.Node) -> bool | None:
     """Whether a test is True where there is nothing; None where it asks for something else."""
-    if node.target in _PAIRS and isinstance(node.args[1], fx.Node):
-        return _PAIRS[node.target]
+    target: Any = node.target
+    if target in _PAIRS and isinstance(node.args[1], fx.Node):
+        return _PAIRS[target]
     key = (node.target, node.args[1] if len(node.args) > 1 else None)
     if key in _EMPTY:
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ class ByItem(Layer):
     def made(self, rows: Tensor, counts: Tensor) -> Tensor:
         out, start = torch.zeros_like(rows), 0
         for expert in range(EXPERTS):
-            count = counts[expert].item()
+            count: Any = counts[expert].item()
             if count > 0:
                 out[start : start + count] = self.experts[expert](rows[start : start + count])
                 start = start + count
@@ -132,7 +133,7 @@ class ByDescending(Layer):
     """The last expert's rows come first."""
 
     def mixed(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        order, start = indices.flatten().argsort(descending=True), 0
+        order, start = indices.flatten().argsort(descending=True), cast("Any", 0)
         counts, rows = torch.bincount(indices.flatten(), minlength=EXPERTS), tokens[order // CHOICES]
         made = torch.zeros_like(rows)
         for expert in reversed(range(EXPERTS)):
@@ -226,7 +227,7 @@ def _adds_something_else(layer: Layer, rows: Tensor, counts: Tensor) -> Tensor:
     for expert, count in enumerate(counts.tolist()):
         if count > 0:
             out[start : start + count] = layer.experts[expert](rows[start : start + count])
-            out[0] += layer.experts[expert].down.weight.sum()
+            out[0] += cast("Expert", layer.experts[expert]).down.weight.sum()
             start += count
     return out
 
@@ -248,7 +249,7 @@ def _keeps_on_the_module(layer: Layer, rows: Tensor, counts: Tensor) -> Tensor:
         if count == 0:
             continue
         out[start : start + count] = layer.experts[expert](rows[start : start + count])
-        layer.last = expert
+        layer.last = expert  # type: ignore[assignment]
         start += count
     return out
 

@@ -18,6 +18,8 @@ WIDTH = 4
 class Net(nn.Module):
     """`how` writes into it before it is used."""
 
+    center: Tensor
+
     def __init__(self, how: Callable[[Net], object]) -> None:
         super().__init__()
         self.linear, self.slow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
