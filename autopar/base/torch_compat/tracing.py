@@ -20,6 +20,9 @@ import sympy
 import torch
 from torch import fx
 
+# What torch.func wraps has no public test.
+from torch._C._functorch import is_functorch_wrapped_tensor
+
 # capture: tensors without data that torch.export traces on, and what it raises when control flow depends on data.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -113,7 +116,7 @@ def is_stand_in(value: torch.Tensor) -> bool:
 
 def has_numbers(value: torch.Tensor) -> bool:
     """Whether a tensor is one of the script's, with values: no stand-in of a trace or of `torch.func`."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+    wrapped = is_functorch_wrapped_tensor(value)
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not (value.is_meta or wrapped)
 
 
