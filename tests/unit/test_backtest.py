@@ -56,7 +56,7 @@ def test_files_say_where_they_come_from() -> None:
             continue
         for source in data["sources"] if path.stem in published_rows.OTHERS else (data["source"],):
             for address in (source["url"], *source.get("also", ())):
-                assert "github.com" not in address or re.search(r"/[0-9a-f]{40}/|/pull/[0-9]+", address)
+                assert "github.com" not in address or re.search(r"/[0-9a-f]{40}/|/(pull|issues)/[0-9]+", address)
 
 
 def test_choices_multiply_to_their_gpus() -> None:
