@@ -97,7 +97,7 @@ def solve(
     if isinstance(graph, Domains):
         search.raise_bound(np.inf, "consistency")
     else:
-        minimise(graph, search, np.zeros(num_points), lambda: _find_fitting(problem, search))
+        minimise(graph, search, np.zeros(num_points), lambda: _find_fitting(problem, full, search))
     if explain and search.choice is None and search.bound == np.inf:
         conflict = _conflict(problem, search.deadline, clock)
     return _solution(problem, search, conflict, excluded, clock() - start)
@@ -175,16 +175,15 @@ def _forbid(costs: FloatArray) -> FloatArray:
     return np.where(np.isfinite(costs), 0.0, np.inf)
 
 
-def _find_fitting(problem: AssignmentProblem, search: Search) -> None:
+def _find_fitting(problem: AssignmentProblem, full: Graph, search: Search) -> None:
     """Look for any choice that fits; if even the smallest possible peak does not, that proves that there is none."""
     deadline = search.clock() + PEAK_SHARE_OF_TIME * search.seconds_left
     peak = _search_peak(problem, search.gap, deadline, search.clock, decide=search.target.limit)
     if peak.bound > search.target.limit * (1 + USAGE_TOLERANCE):
         search.raise_bound(np.inf, "memory")
     elif peak.choice is not None:
-        usages, num_points = binding_points([node.usages for node in problem.nodes])
-        memory = Memory(usages, [len(node.costs) for node in problem.nodes], num_points)
-        profile = memory.profile(np.array(peak.choice, dtype=np.int64))
+        # Over the points that this search looks at: none where all choices fit.
+        profile = Memory(full.usages, full.num_choices, full.num_points).profile(np.array(peak.choice, dtype=np.int64))
         search.offer(Column(problem.evaluate(peak.choice), profile, peak.choice))
 
 

@@ -1,9 +1,11 @@
 """The solver as a whole, against brute force on small problems and against its own promises on larger ones."""
 
 import ast
+import importlib
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -31,6 +33,27 @@ def assert_optimal(problem: AssignmentProblem) -> None:
     assert solution.bound <= best + 1e-9
     assert problem.fits(solution.choice)
     assert solution.peak_bytes == problem.peak(solution.choice)[1]
+
+
+def test_what_fits_is_seen_at_the_points_of_its_search() -> None:
+    """Breaks if a choice that is found where messages find none has bytes at points that the search does not have: its
+    columns could not be put side by side then.
+    """
+    nodes = [Node(f"v{i}", np.ones(2), (Usage(i, i + 2, np.array([1, 2])),)) for i in range(3)]
+    module = importlib.import_module("autopar.solver.solve")
+    real, lengths = module.minimise, []
+
+    def minimise(graph: Any, search: Any, prices: Any, find_fitting: Any = None) -> None:
+        if find_fitting is None:  # of the smallest peak
+            return real(graph, search, prices)
+        find_fitting()
+        lengths.append((len(prices), {len(column.profile) for column in search.columns}))
+
+    with patch.object(module, "minimise", minimise):
+        for limit in (None, 100, 3):
+            assert solve(AssignmentProblem(tuple(nodes), usage_limit=limit)).choice
+    assert [found for _, found in lengths] == [{points} for points, _ in lengths]
+    assert lengths[0][0] == 0 < lengths[2][0]
 
 
 @EXACT
