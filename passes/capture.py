@@ -35,6 +35,7 @@ from autopar.passes.blocks.trace import Blocks
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.chosen import FIRST, SECOND, Chosen
+from autopar.passes.counted_rows import CountedRows
 from autopar.passes.emptied import emptied, traced_copy, values_of
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
@@ -145,7 +146,7 @@ def _with_repeated_blocks(
             numbers = Numbers()
             clone.forward = Ragged(numbers).within(clone.forward)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                with numbers, seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen:
+                with numbers, seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen, CountedRows(chosen):
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -184,7 +185,7 @@ def _whole(
         clone.forward = _given(known, usual.guarding(clone))
         numbers = Numbers()
         clone.forward = Ragged(numbers).within(clone.forward)
-        modes = (chosen, usual, *((known,) if values else ()), Checked(usual))
+        modes = (chosen, CountedRows(chosen, usual), usual, *((known,) if values else ()), Checked(usual))
         try:
             exported = _export(clone, batch(mode), numbers, *modes)
         except AutoparError as error:

@@ -286,12 +286,12 @@ def _only_rows(tree: ast.AST, left: list[ast.stmt], lines: tuple[int, int]) -> _
             return None
         if isinstance(statement, ast.Assign | ast.AugAssign):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in _flat(targets):
+            for target in flat(targets):
                 if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
                     tensors.append(target.value.id)
                 elif not isinstance(target, ast.Name):
                     return None
-                elif target.id in read or _is_read_first(left, target.id):
+                elif target.id in read or is_read_first(left, target.id):
                     found = _carried(statement, target.id)
                     if found is None:
                         return None
@@ -302,7 +302,7 @@ def _only_rows(tree: ast.AST, left: list[ast.stmt], lines: tuple[int, int]) -> _
             if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
                 return None
             name = function.value.id
-            if not (_is_only_joined(outside, name) if function.attr == "append" else function.attr.endswith("_")):
+            if not (is_only_joined(outside, name) if function.attr == "append" else function.attr.endswith("_")):
                 return None
             tensors += [] if function.attr == "append" or name not in read else [name]
         else:
@@ -331,7 +331,7 @@ def _carried(statement: ast.Assign | ast.AugAssign, name: str) -> tuple[list[tup
     return None
 
 
-def _is_read_first(left: list[ast.stmt], name: str) -> bool:
+def is_read_first(left: list[ast.stmt], name: str) -> bool:
     """Whether a statement reads a name before any has set it."""
     for statement in left:
         names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == name]
@@ -343,15 +343,16 @@ def _is_read_first(left: list[ast.stmt], name: str) -> bool:
     return False
 
 
-def _flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
+def flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
+    """The targets of an assignment, those in tuples and lists one by one."""
     for target in targets:
         if isinstance(target, ast.Tuple | ast.List):
-            yield from _flat(target.elts)
+            yield from flat(target.elts)
         else:
             yield target
 
 
-def _is_only_joined(outside: list[ast.AST], name: str) -> bool:
+def is_only_joined(outside: list[ast.AST], name: str) -> bool:
     """Whether a list is used for nothing but to join its elements, and to ask whether it has any."""
     allowed: set[int] = set()
     for node in outside:

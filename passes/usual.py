@@ -11,6 +11,7 @@
     if not is_padding.any():        a test of whether the example's masks mark anything, or everything: as it is
         is_padding = None
     if (self.mask == causal).all(): a test of a buffer that forward does not change: as it is
+    if len(x[mask]) > 0:            a test of whether a mask chooses rows: it does (`counted_rows.py`)
     torch.bincount(x, minlength=n)  of numbers that may be n or larger: none is
 
 Each step computes whether it was so. Where it was not, what the forward returns is NaN, which the engine refuses
@@ -78,6 +79,10 @@ class Usual(TorchFunctionMode):
         """What a check has to give for nothing to be raised."""
         self._take((asked != 0) == wanted, f"that the check at {_line(frame)} passes")
         return wanted
+
+    def takes_rows(self, mask: Tensor, line: str) -> None:
+        """What is done is what is done where a mask chooses rows."""
+        self._take(mask.any(), f"that a mask chooses rows at all ({line})")
 
     def guarding(self, model: nn.Module) -> Callable[..., Any]:
         """The model's forward, whose floating-point results are NaN where what was taken for granted is not so."""
