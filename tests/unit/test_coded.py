@@ -36,9 +36,9 @@ class Layers(nn.Module):
         return found + second.weight.sum(0) if self.twice else found
 
 
-def planned(way: str, hardware: Hardware, twice: bool = False, strategy: str = "ddp") -> Program:
+def planned(way: str, hardware: Hardware, twice: bool = False, strategy: str = "ddp", rows: int = ROWS) -> Program:
     model = autopar.store_weights(Layers(twice).to(torch.bfloat16), way, group=32)
-    batch = {"x": torch.zeros(ROWS, WIDE, dtype=torch.bfloat16)}
+    batch = {"x": torch.zeros(rows, WIDE, dtype=torch.bfloat16)}
     mesh = Mesh({"a": 2}, hardware=hardware)
     plan = autopar.plan(model, mesh, example_inputs=batch, strategy=strategy, inference=True)
     assert plan.program is not None
@@ -103,6 +103,17 @@ def test_a_weight_that_others_read_too_is_written_out() -> None:
     once, twice = (planned("int8", engine(), each) for each in (False, True))
     cast = [sum(s for r in p.regions for s in region_seconds(r, p.on_mesh).values()) for p in (once, twice)]
     assert cast[1] > cast[0] + 2 * WIDE * WIDE / 3.35e12
+    alone = [seconds == compute_time_s(work, engine(), in_step=True) for seconds, work in products(twice).values()]
+    assert sorted(alone) == [False, True]  # only the other's weight is a part of its product
+
+
+def test_many_rows_are_multiplied_as_floats_of_eight_bits() -> None:
+    """Breaks if an engine's products of floats of eight bits take what those of sixteen do, where these decide."""
+    slow = replace(engine(), peak_flops={name: rate / 100 for name, rate in engine().peak_flops.items()})
+    (narrow, alone), *_ = products(planned("fp8", slow, rows=1 << 14)).values()
+    (wide, _), *_ = products(planned("int8", slow, rows=1 << 14)).values()
+    assert narrow < 0.7 * wide
+    assert wide == pytest.approx(compute_time_s(alone, slow, in_step=True), rel=0.01)
 
 
 def test_a_device_without_such_products_reads_codes_all_the_same() -> None:
