@@ -64,13 +64,13 @@ class CountedRows(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func in _ASKING and self.chosen.loops.now is None:
+        if func in _ASKING and self.chosen.loops.now is None and any(True for _ in self.chosen.known()):
             self._asked(tuple(args[0].shape), sys._getframe(1))
         return found
 
     def _asked(self, shape: tuple[int, ...], frame: FrameType) -> None:
         masks = {rows: mask for mask, rows in self.chosen.known()}
-        counted = [dim for dim, size in enumerate(shape) if size in masks]
+        counted = [dim for dim, size in enumerate(shape) if _is_of(size, masks)]
         own = frame_of_model(frame) if counted else None
         if own is not None:
             for test in _tests_at(own):
@@ -109,9 +109,14 @@ class _Test:
     left: tuple[ast.stmt, ...] | None
 
 
+def _is_of(size: Any, masks: Mapping[int, Tensor]) -> bool:
+    """Whether a size is the number of rows that a mask chooses; what torch itself does not know is not."""
+    return type(size) is int and size in masks
+
+
 def _holds_rows(value: Any, masks: Mapping[int, Tensor]) -> bool:
     """Whether a value is of rows that a mask chooses, or a mask."""
-    return isinstance(value, Tensor) and (value.dtype == torch.bool or any(size in masks for size in value.shape))
+    return isinstance(value, Tensor) and (value.dtype == torch.bool or any(_is_of(size, masks) for size in value.shape))
 
 
 @lru_cache(maxsize=256)
