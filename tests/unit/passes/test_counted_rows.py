@@ -111,6 +111,13 @@ def _skips_what_follows(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
     return loss + model.experts[0](rows).sum()
 
 
+def _writes_if_there_is_none(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    out, rows, others = model.experts[1](x), x[chosen == 0], chosen == 1
+    if len(rows) == 0:
+        out[others] = 3.0
+    return out.sum() + model.experts[0](rows).sum()
+
+
 def _program_and_eager(how: Callable[..., Tensor], empty: bool) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """empty: whether nobody chooses expert 0."""
     torch.manual_seed(0)
@@ -139,6 +146,7 @@ def test_rows_that_are_written_are_so_for_any_number(how: Callable[..., Tensor],
     "how",
     [
         _counts_rounds, _adds_means, _collects_losses, _writes_to_a_place, _one_or_the_other, _skips_what_follows,
+        _writes_if_there_is_none,
     ],
 )  # fmt: skip
 def test_what_more_is_done_is_guarded(how: Callable[..., Tensor]) -> None:
