@@ -192,7 +192,7 @@ def _unread_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Seque
     same: zeros.
     """
     _, _, share = _share_here(rule, strategy.choices, sizes)
-    weights = [number for number, spec in enumerate(call.operands) if spec.shape[:1] == (rule.sizes["e"],)]
+    weights = [number for number, dims in enumerate(rule.operands) if dims[:1] == (("e",),)]
     own = [call.operands[number] for number in weights]
     return (1.0 - share) * sum(_bytes_of(own, [strategy.operands[number] for number in weights], sizes))
 

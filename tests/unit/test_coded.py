@@ -155,5 +155,6 @@ def test_an_engine_reads_codes_of_experts() -> None:
     share = 1 - (1 - 2 / 4) ** 2  # of two tokens a rank
     numbers = share * 4 * 3 * 64 * 64
     read = replace(alone, moved_bytes=alone.moved_bytes - 2 * 2 * numbers)
-    assert read.moved_bytes == pytest.approx(numbers + share * 4 * 2 * (2 * 64 + 64), rel=0.05)
+    scales, around = share * 4 * 2 * (2 * 64 + 64), 2 * (64 * 2 + 2 * 8 + 2 * 4 + 64 * 2)  # of a token: x, choices, y
+    assert read.moved_bytes == pytest.approx(numbers + scales + around, rel=1e-12)
     assert seconds == pytest.approx(compute_time_s(read, engine(), in_step=True), rel=1e-12)

@@ -52,14 +52,16 @@ def work_of(call: OpCall, *, grouped: bool = True, share: float = 1.0) -> Work:
     return local_work(call, rule, NodeStrategy((choice,), *placed), (1,), grouped=grouped)(share * rule.flops)
 
 
-@pytest.mark.parametrize("rows", [4, 20, 70, 300, 2000])
+@pytest.mark.parametrize("rows", [4, 20, 70, 130, 300, 2000])
 def test_tiles_are_computed_whole(rows: int) -> None:
-    """Breaks if prices have other tiles than random routing gives experts: within a tenth of the mean of many."""
+    """Breaks if prices have other tiles than random routing gives experts. Of so many draws the mean is off by 0.1% at
+    most; prices take a normal distribution for Poisson's, which is off by 0.4% where a tile is just filled.
+    """
     tile, generator = expert_tiles.rows_of_tile(rows), torch.Generator().manual_seed(0)
-    counts = torch.poisson(torch.full((4000,), float(rows)), generator=generator)
+    counts = torch.poisson(torch.full((400_000,), float(rows)), generator=generator)
     counts = counts[counts > 0]
     mean = float((counts / tile).ceil().mean() * tile)
-    assert expert_kernels.tiled_rows(rows, 1.0, rows) == pytest.approx(mean, rel=0.1)
+    assert expert_kernels.tiled_rows(rows, 1.0, rows) == pytest.approx(mean, rel=0.005)
 
 
 @pytest.mark.parametrize("grad", [False, True])
