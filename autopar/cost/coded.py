@@ -20,6 +20,7 @@ from autopar.cost.local_work import decoded_bytes
 from autopar.cost.roofline import Work
 from autopar.ir.graphs import placeholders
 from autopar.ir.nodes import type_of
+from autopar.ir.op_call import TensorSpec
 from autopar.ir.region import Region
 from autopar.ir.sharding import Sharding, num_pieces
 from autopar.ir.tensor_type import TensorType
@@ -135,7 +136,6 @@ def _part_bytes(region: Region, made: tuple[fx.Node, ...], sizes: tuple[int, ...
     return sum(read.values())
 
 
-def _bytes(spec: object, layout: Sharding | None, sizes: tuple[int, ...]) -> float:
+def _bytes(spec: TensorSpec, layout: Sharding | None, sizes: tuple[int, ...]) -> float:
     assert layout is not None
-    tensor = TensorType(spec.shape, spec.dtype)  # type: ignore[attr-defined]
-    return tensor.num_bytes / num_pieces(layout, sizes)
+    return TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, sizes)

@@ -83,8 +83,15 @@ def serves(x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, second: T
         computes((*given, weights))
         and len({each.dtype for each in given}) == 1
         and min(x.numel(), indices.numel(), first.numel(), second.numel()) > 0
-        and max(first[0].numel(), second[0].numel(), indices.numel()) < 2**31
+        and max(_reach(first[0]), _reach(second[0]), indices.numel()) < 2**31
     )
+
+
+def _reach(matrix: Tensor) -> int:
+    """How far its last element is from its first; as many as it has where it is copied (`_plain`)."""
+    if matrix.stride(-1) != 1:
+        return matrix.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
 
 
 def _gradients(

@@ -114,6 +114,16 @@ def test_what_kernels_do_not_have_goes_to_the_reference() -> None:
     assert y.shape == dx.shape == (0, case.D) and dweights.shape == (0, 2) and not dfirst.any()
 
 
+def test_matrices_that_reach_too_far_go_to_the_reference() -> None:
+    """Breaks if a view of experts' parameters is read by places of 32 bits that it goes beyond (on meta: 4 GiB)."""
+    _, x, indices, weights, first, second = (each.to("meta") for each in Case().tensors())
+    serves = load("experts").serves
+    assert serves(x, indices, weights, first, second, None)
+    for stride in (1 << 25, 1 << 26):  # of a column; as with parameters that lie as [columns, experts, terms]
+        far = torch.empty_strided(first.shape, (first.shape[2], stride, 1), device="meta")
+        assert serves(x, indices, weights, far, second, None) == (35 * stride < 1 << 31)
+
+
 class NoWaiting(TorchDispatchMode):
     """Refuses what brings a number of a device to the host."""
 
