@@ -71,8 +71,9 @@ def test_experts_of_mixtures_alone(open_report: Open) -> None:
     cells = tab.page.locator(".panel-experts tbody td").all_inner_texts()
     assert cells[0].split("\n") == ["model.layers.*.mlp.experts", "tokens and experts over dp"]
     assert cells[1] == "80" and "32 a rank" in cells[2] and cells[4] == "256"
-    assert "10,240 the busiest" in cells[5] and cells[7].split("\n") == ["200 µs, 32.0 MiB", "300 µs, 64.0 MiB"]
-    assert cells[8].split("\n") == ["50%", "0%"]
+    assert "10,240 the busiest" in cells[5] and cells[7] == "10,918"
+    assert cells[8].split("\n") == ["200 µs, 32.0 MiB", "300 µs, 64.0 MiB"]
+    assert cells[9].split("\n") == ["50%", "0%"]
     assert "1.25 times the mean" in tab.page.inner_text(".panel-experts")
     assert "a step take 40.0 ms, on all stages, 8.00 ms of it while something" in tab.page.inner_text(".panel-experts")
 
