@@ -12,7 +12,7 @@ import autopar
 from autopar.cost import expert_kernels
 from autopar.cost.local_work import local_work
 from autopar.cost.roofline import Work, compute_time_s
-from autopar.ir.choices import Choice, shardings
+from autopar.ir.choices import Choice, axis_choices, shardings
 from autopar.ir.op_call import OpCall, op_call
 from autopar.ir.region import NodeStrategy
 from autopar.machine import profiles
@@ -79,6 +79,27 @@ def test_what_rows_cost(grad: bool) -> None:
     apart = work_of(call_of(65536, 2, grad=grad, act="mul(softplus(gate), up)"))
     assert apart.around_bytes > many.around_bytes
     assert compute_time_s(apart, H100) > compute_time_s(many, H100)
+
+
+@pytest.mark.parametrize("tokens", [16, 256])
+def test_tokens_of_others_choose_tiles(tokens: int) -> None:
+    """Breaks if experts to which tokens travel are priced by the tokens of their own rank: another tile, and fewer
+    launches. Random choices say how many come: each once, with all its places.
+    """
+    ranks, chosen, experts = 4, 4, 8
+    call = call_of(ranks * tokens, chosen, experts=experts)
+    rule = rule_for(call)
+    (choice,) = (each for each in axis_choices(rule, ranks, {}) if each.kind == "exchange")
+    placed = shardings(rule, (choice,), (ranks,))
+    assert placed is not None
+    work = local_work(call, rule, NodeStrategy((choice,), *placed), (ranks,), grouped=True)(rule.flops / ranks)
+    generator, here = torch.Generator().manual_seed(0), experts // ranks
+    indices = torch.rand(ranks * tokens, experts, generator=generator).topk(chosen).indices
+    come = int((indices < here).any(dim=1).sum())
+    assert come > 2 * tokens
+    rows = tokens * ranks * chosen / experts
+    assert work.dims is not None and work.dims[0] == expert_kernels.tiled_rows(rows, here, come * chosen / here)
+    assert work.launches == expert_kernels.launches(call, come)
 
 
 def test_launches_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar import operators as ops
 from autopar.base.errors import AutoparError
+from autopar.cost import expert_kernels
 from autopar.cost.exchanges import (
     buffer_bytes,
     exchange_of,
@@ -30,12 +31,15 @@ from autopar.ir.op_call import OpCall, op_call
 from autopar.ir.region import NodeStrategy
 from autopar.ir.rule import Rule
 from autopar.machine.mesh import Mesh
+from autopar.operators import expert_tiles
 from autopar.operators.rules import exchange_cost
 from autopar.operators.rules.lookup import rule_for
 from autopar.runtime import exchange
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 from autopar.runtime.streams import Streams
+from tests.unit.kernels.interpreted import load
+from tests.unit.kernels.test_experts import nothing
 from tests.unit.passes.test_stage_costs import LiveBytes
 from tests.unit.runtime.racing import RacingStreams
 
@@ -351,6 +355,48 @@ def test_adversaries_send_and_hold_what_was_planned(
                 assert sent == ways[number].bytes_routed(rows, rank), (number, rank, rows)
                 most[number] = max(most[number], peak / (bound + own))
     assert min(most) > 0.4, most  # a bound that says something
+
+
+@pytest.mark.parametrize("few", [1, 1024])
+def test_adversaries_hold_what_was_planned_with_kernels(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if the kernels of experts hold more of the rows that a round brings than the plan says, in one turn or in
+    several, forward or backward. Launches are left out: what is held does not depend on numbers.
+    """
+    tokens, num, chosen, kernels = 64, 4, 4, load("experts")
+    for module in (expert_tiles, kernels, expert_kernels):
+        monkeypatch.setattr(module, "FEW_PLACES", few)
+    monkeypatch.setattr(kernels, "launch", nothing)
+    plain = SimpleNamespace(experts=kernels.experts, experts_grad=kernels.experts_grad)
+    monkeypatch.setattr(exchange, "_operators", plain)
+    send = SimulatedComm._exchange_rows
+
+    def received(self: SimulatedComm, x: Tensor, event: Any, rows: list[list[int]]) -> Tensor:
+        with _disable_current_modes():
+            found = send(self, x, event, rows)
+        return found.clone()
+
+    monkeypatch.setattr(SimulatedComm, "_exchange_rows", received)
+    nodes = [priced(tokens, num, chosen, grad, torch.float32) for grad in (False, True)]
+    bounds = [buffer_bytes(*node, (num,), grouped=True) for node in nodes]
+
+    def run(comm: SimulatedComm, case: Case) -> list[float]:
+        g, *given = case.part(comm)
+        shares = []
+        for grad, bound in enumerate(bounds):
+            with LiveBytes([g, *given]) as live:
+                if grad:
+                    made = comm.exchange_experts_grad("dp", g, *given, **OPTIONS)
+                else:
+                    made = (comm.exchange_experts("dp", *given, **OPTIONS),)
+            shares.append(live.peak / (bound + sum(each.nbytes for each in made)))
+        return shares
+
+    most = [0.0, 0.0]
+    for indices in adversaries(8, tokens * num, chosen):
+        case = Case(indices, dtype=torch.float32)
+        for shares in SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case)):
+            most = [max(pair) for pair in zip(most, shares, strict=True)]
+    assert all(0.5 < each <= 1 for each in most), most
 
 
 @pytest.mark.parametrize("grad", [False, True])
