@@ -160,6 +160,8 @@ def _stacks_of(node: fx.Node) -> tuple[_Codes, _Codes] | None:
     if (first.zeros is None) != (second.zeros is None):
         return None
     shapes, gated = (shape_of(first.codes), shape_of(second.codes)), bool(node.kwargs.get("gated", True))
+    if any(shape[0] != shape_of(each)[0] for shape, each in zip(shapes, node.args[3:5], strict=True)):
+        return None
     return (first, second) if Cut.of(first.storage, *shapes, size, gated) is not None else None
 
 
@@ -187,6 +189,8 @@ def _decoded(numbers: fx.Node) -> _Codes | None:
                 if zeros is not None and (dtype_of(zeros) != torch.uint8 or dtype_of(codes) != torch.uint8):
                     continue
                 given = [codes, scales] if zeros is None else [codes, scales, zeros]
+                if not _is_cut_so(numbers, kind.per_byte, *given):
+                    continue
                 pattern = _decoding(storage, *map(_like, given))
                 own = [node for node in pattern.nodes if node.op == "placeholder"]
                 output = next(node for node in pattern.nodes if node.op == "output")
@@ -194,6 +198,13 @@ def _decoded(numbers: fx.Node) -> _Codes | None:
                 if is_alike(output.args[0], numbers, found):
                     return _Codes(storage, codes, scales, zeros)
     return None
+
+
+def _is_cut_so(numbers: fx.Node, per_byte: int, codes: fx.Node, *others: fx.Node) -> bool:
+    """Whether codes have these numbers' shape, and scales and zeros as many dims, each expert its own."""
+    held, shape = shape_of(codes), shape_of(numbers)
+    are_own = all(len(shape_of(each)) == len(shape) and shape_of(each)[0] == shape[0] for each in others)
+    return (*held[:-1], held[-1] * per_byte) == shape and are_own and len({shape_of(each) for each in others}) == 1
 
 
 def _sources(numbers: fx.Node) -> list[fx.Node]:

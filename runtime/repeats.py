@@ -262,8 +262,15 @@ class Repeat:
             return self._handed_out(self.seen(forward(inputs), as_number, {}), during)
         self._in_place = self._in_place or InPlace(self.program)
         values = self._in_place(self.comm, state, inputs, self.seed, self._written)
-        same = {self.states[name]: given[name] for name in self._written}
+        same = self._in_same_memory(values, inputs, given)
         return self._handed_out(self.seen(values, as_number, same), during)
+
+    def _in_same_memory(self, values: Sequence[Tensor], inputs: Tensors, given: Mapping[str, Any]) -> dict[int, Any]:
+        """The states that were written where they lay, by the places of outputs; others, as where a text that somebody
+        edited writes by another name, are copies.
+        """
+        places = ((name, self.states[name]) for name in self._written)
+        return {place: given[name] for name, place in places if values[place] is inputs[name]}
 
     def _graph_for(self, forward: Run, inputs: Tensors, state: Tensors) -> Graph | None:
         """What the program is on these inputs, where it may be a graph."""

@@ -389,7 +389,8 @@ def _eager(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     try:
         return model(**inputs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        dtype = str(next(dtypes, torch.get_default_dtype())).removeprefix("torch.")
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "check that model(**batch) runs in eager mode on the CPU"
         if dtype == "float64":

@@ -22,7 +22,9 @@ from autopar.planner.with_loss import has_own_forward
 def small_model(
     model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy on the CPU with seeded random weights, and a random batch where the given one is on meta."""
+    """A copy on the CPU with seeded random weights, and a random batch where the given one is on meta. Parameters that
+    are whole numbers (codes that somebody decodes, places in another tensor) stay what they are.
+    """
     with torch.random.fork_rng(devices=()):  # a model on meta draws its values; the script's draws stay as they were
         clone = _on_cpu(model)
     generator = torch.Generator().manual_seed(seed)
@@ -32,7 +34,8 @@ def small_model(
             noise = torch.randn(parameter.shape, generator=generator) * scale
             if parameter.dim() == 1:
                 noise += 0.5
-            parameter.copy_(noise)
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.copy_(noise)
     for original, module in zip(model.modules(), clone.modules(), strict=True):
         module.training = original.training  # each its own: a frozen batch norm stays frozen
     shared = dict(_shared_buffers(model))
@@ -44,7 +47,7 @@ def small_model(
         owner, _, own = name.rpartition(".")
         setattr(clone.get_submodule(owner), own, clone.get_buffer(first))
     named, (_, spec) = tracing.tree_leaves_with_path(dict(inputs)), tracing.tree_flatten(dict(inputs))
-    batch = tracing.tree_unflatten([_real(name, value, generator, clone) for name, value in named], spec)
+    batch = tracing.tree_unflatten([_real(name, value, generator, clone, dtype) for name, value in named], spec)
     return clone, batch
 
 
@@ -97,13 +100,13 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     return interpret.materialized(model)
 
 
-def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module) -> Any:
+def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_meta:
-        return value.cpu().to(next(model.parameters()).dtype) if value.is_floating_point() else value.cpu()
+        return value.cpu().to(dtype) if value.is_floating_point() else value.cpu()
     if value.is_floating_point():
-        return torch.randn(value.shape, generator=generator).to(next(model.parameters()).dtype)
+        return torch.randn(value.shape, generator=generator).to(dtype)
     if "mask" in name:
         return torch.ones(value.shape, dtype=value.dtype)
     high = huggingface.max_token(model) if huggingface.is_hf(model) else 2

@@ -23,6 +23,7 @@ front, and of `experts.gate_up_proj` is called `experts.gate_up_proj_codes`, and
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +164,9 @@ def store_weights(
     for module, name, turned, _ in stacks_in(model, leave, stacks):
         chosen.append((module, _how(name, way, module._parameters[name], turned, size)))
     if not chosen:
-        raise AutoparError(f"{type(model).__name__} has no linear layer whose weight could be stored as {way}")
+        raise AutoparError(
+            f"{type(model).__name__} has no linear layer or experts whose weights could be stored as {way}"
+        )
     for module, how in chosen:
         _store(module, how)
     return model.requires_grad_(False)
@@ -178,7 +181,7 @@ def stacks_in(
     Raises:
         AutoparError: `stacks` names no such parameter, or says something else of how they lie.
     """
-    unmet = set(stacks)
+    uses, unmet = _uses(model), set(stacks)
     found = []
     for path, module in model.named_modules():
         known = stacks_of(module)
@@ -188,7 +191,9 @@ def stacks_in(
             if parameter is None or parameter.dim() != 3 or not parameter.is_floating_point():
                 continue
             unmet -= set(said)
-            if any(fnmatch.fnmatchcase(each, pattern) for each in (path, full) for pattern in leave):
+            if uses[id(parameter)] > 1 or any(
+                fnmatch.fnmatchcase(each, pattern) for each in (path, full) for pattern in leave
+            ):
                 continue
             if said or name in known:
                 found.append((module, name, stacks[said[0]] == LIES[1] if said else known[name], full))
@@ -276,10 +281,7 @@ def check_not_trained(model: nn.Module) -> None:
 
 def _linear_layers(model: nn.Module, leave: Sequence[str]) -> Iterator[tuple[Any, bool]]:
     """Those whose weights are stored, and whether they have them as [in, out]."""
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = _uses(model)
     whole: Any = model
     head = whole.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, module in model.named_modules():
@@ -291,6 +293,11 @@ def _linear_layers(model: nn.Module, leave: Sequence[str]) -> Iterator[tuple[Any
             continue
         if weight.is_floating_point():
             yield module, turned
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """In how many places a model has each of its parameters, by identity."""
+    return Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
 
 
 def _how(name: str, way: str, weight: Tensor, turned: bool, group: int) -> StoredWeight:

@@ -85,7 +85,7 @@ class Cut:
     @staticmethod
     def of(storage: str, first: Sequence[int], second: Sequence[int], size: int, gated: bool) -> Cut | None:
         """Of codes of these shapes, for tokens of this size; None where features that stay together would be gate and
-        up.
+        up, or where dims are no rows, groups and blocks.
         """
         per_byte = STORAGES_OF_WEIGHTS[storage].per_byte
         width = math.prod(second[1:]) * per_byte // size
@@ -93,7 +93,13 @@ class Cut:
         cuts = [_cut(shape, inputs) for shape, inputs in ((first, size), (second, width))]
         unit = math.lcm(max(1, cuts[0][0]), max(1, cuts[1][1]))
         is_even = width % unit == 0 and whole == width * (2 if gated else 1)
+        is_even = is_even and (_rows(first), _rows(second)) == (whole, size)
         return Cut(width, unit, cuts[0], cuts[1]) if is_even else None
+
+
+def _rows(shape: Sequence[int]) -> int:
+    """The outputs of codes of this shape, [experts, out, …] or [experts, out/b, b, …]."""
+    return math.prod(shape[1 : -2 if len(shape) > 4 else 2])
 
 
 def _cut(shape: Sequence[int], inputs: int) -> tuple[int, int]:

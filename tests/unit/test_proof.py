@@ -123,6 +123,14 @@ def test_a_batch_that_is_made_up_tells_rows_apart() -> None:
     assert len(next(model.parameters()).unique()) == 8
 
 
+def test_a_model_whose_first_parameter_is_codes_is_proven() -> None:
+    """Breaks if a batch has the type of whatever parameter comes first."""
+    model = autopar.store_weights(nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 4, bias=False)), "int8")
+    given = {"input": torch.randn(4, 8)}
+    plan = autopar.plan(model, Mesh({"dp": 2}), strategy="ddp", example_inputs=given, inference=True)
+    plan.verify().raise_on_failure()
+
+
 class Cancelling(nn.Module):
     """Biases before a batch norm, one of them large: their gradient is 0, and what is there is much rounding. And a
     layer that counts for little, whose gradient is as small, and right to the last digits.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.api.small_model import small_model
 from autopar.base.codes import decoded
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.coded_reference import numbers_of
@@ -98,6 +99,52 @@ def test_which_parameters_are_experts_is_said() -> None:
         autopar.store_weights(Layer(), "int8", stacks={"w": "in"})
     with pytest.raises(AutoparError, match="no linear layer"):
         autopar.store_weights(Layer(), "int8", stacks={"w": "out in"}, leave=("w",))
+    tied: Any = nn.ModuleList([Layer(), Layer()])
+    tied[1].w = tied[0].w
+    with pytest.raises(AutoparError, match="no linear layer"):
+        autopar.store_weights(tied, "int8", stacks={"*.w": "out in"})
+
+
+class OwnCodes(nn.Module):
+    """Experts of somebody's own codes, of which the operator has the numbers. kind: how these lie."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, wide, experts = kind, 8, 8
+        shapes = {"outputs": (experts, wide // 2, wide), "more dims": (experts, 2, wide // 2, wide)}
+        shape, codes = shapes.get(kind, (experts, wide, wide)), torch.uint8 if kind == "outputs" else torch.int8
+        scales = {"more dims": (experts, 2, wide // 2, 1), "shared": (wide, 1)}.get(kind, (experts, wide, 1))
+        for name in ("first", "second"):
+            held = torch.randint(0, 127, shape).to(codes)
+            self.register_parameter(name, nn.Parameter(held, requires_grad=False))
+            self.register_parameter(f"{name}_scales", nn.Parameter(torch.rand(scales), requires_grad=False))
+
+    def decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+        if self.kind == "outputs":  # two a byte of a column, not of a row
+            codes = torch.cat([codes & 15, codes >> 4], 1)
+        return (codes.to(scales.dtype) * scales).reshape(8, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = x.softmax(-1).topk(2)
+        held = [self.decoded(getattr(self, name), getattr(self, f"{name}_scales")) for name in ("first", "second")]
+        out: Tensor = torch.ops.autopar.experts(x, chosen, weights, *held, act="relu(gate)", gated=False)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["outputs", "more dims", "shared"])
+def test_codes_that_lie_otherwise_are_numbers(kind: str) -> None:
+    """Breaks if codes are read as ours whose bytes hold outputs, whose dims are no groups, or whose scales are not of
+    an expert; or if a proof has nothing but zeros for whole numbers that are no codes of ours.
+    """
+    torch.manual_seed(0)
+    mesh = autopar.Mesh({"ep": 2})
+    given = {"x": torch.randn(6, 8)}
+    plan = autopar.plan(OwnCodes(kind), mesh, strategy="expert", example_inputs=given, inference=True)
+    assert "storage=" not in plan.source
+    plan.verify().raise_on_failure()
+    model: Any = OwnCodes(kind)
+    clone, _ = small_model(model, given, torch.float64, 0)
+    assert torch.equal(clone.get_parameter("first"), model.first)
 
 
 @pytest.mark.parametrize("sample", CODED_EXPERTS, ids=lambda sample: sample[-1]["storage"])

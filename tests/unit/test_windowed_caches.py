@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from autopar.base.huggingface.states import StateCache
 from autopar.base.huggingface.windows import Windowed, places
 from tests.unit.tiers import mostly_slow
 
+CPU = torch.device("cpu")
+GREEDY = SimpleNamespace(value="greedy_search")
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 SIZE = 8
 
@@ -109,6 +113,27 @@ def _cache(length: int = 20) -> Any:
     return StateCache([Layout("attention", (), "int8-channel")], [*states, torch.tensor(7)])
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])
+def test_padding_of_an_encoder_is_not_in_what_its_decoder_keeps(name: str) -> None:
+    """Breaks if texts of different lengths are refused because a decoder's keys share scales; or its own padding is
+    taken.
+    """
+    import transformers
+
+    config: Any = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=16)
+    model: Any = transformers.T5ForConditionalGeneration(config)
+    prepare = caches.generating(
+        None, lambda model, rows, length, encoded: caches.new_cache(model, rows, length, CPU, encoded, "int8-channel")
+    )
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    given: Any = {"encoder_outputs": (torch.zeros(2, 3, 16),), name: mask}
+    wanted: Any = transformers.GenerationConfig(max_new_tokens=2)
+    its_own = nullcontext() if name == "attention_mask" else pytest.raises(AutoparError, match="different lengths")
+    with its_own:
+        prepare(model, wanted, given, GREEDY, 2, 4)
+    assert given["past_key_values"].pair
+
+
 def test_what_such_a_cache_cannot_do_is_told() -> None:
     """Breaks if padding shares scales with tokens, or a cache is cut, made longer, taken back or served from that has
     not kept what that takes.
@@ -125,11 +150,16 @@ def test_what_such_a_cache_cannot_do_is_told() -> None:
         caches.check_forgets(cache)
     with pytest.raises(AutoparError, match="cannot be made longer"):
         longer(cache, 300)
+    assert fitting(cache, 2, 255) is cache
+    with pytest.raises(AutoparError, match="cannot be made longer"):
+        fitting(cache, 2, 256)  # no window follows the last one
     with pytest.raises(AutoparError, match="come and go"):
         caches.check_serves(cache)
     with pytest.raises(AutoparError, match="different lengths"):
         caches._check_padding(cache, torch.tensor([[0, 1], [1, 1]]))
     caches._check_padding(cache, torch.ones(2, 2))
+    for kept in cache.layers[0].kept:  # the last token that there is room for
+        kept.written(torch.tensor([254]), torch.zeros(2, 1, 1, SIZE), torch.tensor(254))
     repeated = fitting(cache, 4, 20)
     assert [tuple(x.shape) for x in repeated.states()] == [
         (4, 1, 256, 8), (4, 1, 8, 8), (4, 1, 128, 8), (4, 1, 256, 8), (4, 1, 256, 1), (4, 1, 128, 8), ()

@@ -295,7 +295,9 @@ def generating(
         else:
             length = needed(model_kwargs, length, config.max_new_tokens)
             model_kwargs[name] = fitting(model_kwargs[name], rows, whole(self, length))
-        _check_padding(model_kwargs[name], model_kwargs.get("attention_mask"))
+        # An encoder's padding is not in what its decoder keeps of itself.
+        mask = "decoder_attention_mask" if hasattr(model_kwargs[name], "pair") else "attention_mask"
+        _check_padding(model_kwargs[name], model_kwargs.get(mask))
         if config.prefill_chunk_size is not None:
             setattr(model_kwargs[name], SPELLED_OUT, True)
         if mode.value == "assisted_generation":

@@ -62,7 +62,8 @@ def places(cache: Any, otherwise: int) -> int:
     states grows.
     """
     found = [x.shape[dim] for x, dim in zip(cache.states(), position_dims(cache), strict=True) if dim is not None]
-    return min(found, default=otherwise)
+    is_windowed = any(is_by_channel(layout.storage) for layout in cache.layouts())
+    return min(found, default=otherwise) - is_windowed  # a window follows the last whole one, at its end none
 
 
 def longer(cache: Any, length: int) -> Any:

@@ -79,6 +79,18 @@ def test_what_is_written_is_the_memory_that_was_given() -> None:
     assert torch.equal(given["first"], before)
 
 
+def test_what_an_edited_text_copies_is_handed_out() -> None:
+    """Breaks if a cache is said to be written that a text copies by another name: what is new in it is lost."""
+    comm: Any = None
+    given = inputs(1)
+    text = TEXT.replace('aten.index_copy(inputs["second"]', 'torch.index_copy(inputs["second"]')
+    values = InPlace(load_program(text, "a test"))(comm, {}, given, 0, ["first", "second"])
+    own: Any = SimpleNamespace(_written=frozenset({"first", "second"}), states={"first": 0, "second": 1})
+    same = Repeat._in_same_memory(own, values, given, {"first": "first of the script", "second": "second of it"})
+    assert same == {0: "first of the script"}
+    assert values[1].any() and not given["second"].any()
+
+
 @pytest.mark.parametrize("storage", ["", "int8"])
 def test_a_token_and_its_rotary_embedding_are_written_where_they_lie(storage: str) -> None:
     """Breaks if caches or scales of codes are copied, or one of them is given for another."""
