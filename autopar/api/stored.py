@@ -32,4 +32,4 @@ def pins_for(states: Mapping[tuple[str, tuple[int, ...]], Pin], inputs: Mapping[
 
 
 def _pin(entry: TensorInterface, axes: tuple[str, ...]) -> Pin:
-    return Pin(entry.name, tuple(zip(axes, entry.sharding, strict=True)))
+    return Pin(entry.name, tuple(zip(axes, entry.sharding, strict=True)), taken=True)

@@ -303,10 +303,14 @@ def describe(strategies: Sequence[AxisStrategy], mesh: Mesh, asked: PipelineSpec
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A user's constraint: tensors whose name matches `pattern` have these placements on these axes."""
+    """A user's constraint: tensors whose name matches `pattern` have these placements on these axes.
+
+    taken: nobody asked for it: another program of the model has them so, and nothing is to move between the two.
+    """
 
     pattern: str
     placements: tuple[tuple[str, Placement], ...]
+    taken: bool = False
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)

@@ -204,7 +204,10 @@ def _settings(left: PlanRecord, right: PlanRecord) -> Iterator[Setting]:
     yield both("schedule", lambda plan: plan.pipeline.schedule.name if plan.pipeline else "none")
     yield both("stages", lambda plan: plan.pipeline.schedule.num_stages if plan.pipeline else 1)
     yield both("parameters are gathered ahead", lambda plan: "yes" if _prefetches(plan) else "no")
-    yield both("pins", lambda plan: ", ".join(dict.fromkeys(starred(pin.pattern) for pin in plan.pins)) or "none")
+    yield both(
+        "pins",
+        lambda plan: ", ".join(dict.fromkeys(starred(pin.pattern) for pin in plan.pins if not pin.taken)) or "none",
+    )
     yield both(
         "batch",
         lambda plan: ", ".join(kind for _, kind in format_tensors(plan.interface.inputs, plan.interface.axes)),

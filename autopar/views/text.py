@@ -88,7 +88,7 @@ def _header(plan: PlanRecord) -> RenderableType:
     table.add_row("model", f"{plan.title}, {format_count(size)} parameters")
     hardware = plan.mesh.hardware.name
     table.add_row("mesh", f"{plan.mesh}: {plan.mesh.num_devices} ranks, hardware {hardware}")
-    table.add_row("strategy", plan.strategy + (f", {len(plan.pins)} pins" if plan.pins else ""))
+    table.add_row("strategy", plan.strategy + _pins(plan))
     inputs = [f"{name} {kind}" for name, kind in format_tensors(interface.inputs, interface.axes)]
     parts = f", in each of {interface.microbatches} microbatches a step" if interface.microbatches > 1 else ""
     parts += ", two at a time" if interface.together > 1 else ""
@@ -115,6 +115,12 @@ def _header(plan: PlanRecord) -> RenderableType:
     if text := _overlap(plan):
         table.add_row("overlap", text)
     return table
+
+
+def _pins(plan: PlanRecord) -> str:
+    taken = sum(pin.taken for pin in plan.pins)
+    asked = f", {plural(len(plan.pins) - taken, 'pin', 'pins')}" if len(plan.pins) > taken else ""
+    return asked + (f"; {plural(taken, 'tensor', 'tensors')} as in another program of the model" if taken else "")
 
 
 def _rates(plan: PlanRecord) -> str:

@@ -45,8 +45,12 @@ def in_words(plan: PlanRecord) -> Iterator[str]:
         beside = "travel beside the compute" if overlap.prefetch else "are waited for: more in flight would not fit"
         yield f"Gathers of parameters and reductions of gradients {beside}."
     if plan.pins:
-        names = dict.fromkeys(starred(pin.pattern) for pin in plan.pins)
-        yield f"{plural(len(plan.pins), 'pin was', 'pins were')} asked for: {', '.join(names)}."
+        asked = [starred(pin.pattern) for pin in plan.pins if not pin.taken]
+        if asked:
+            yield f"{plural(len(asked), 'pin was', 'pins were')} asked for: {', '.join(dict.fromkeys(asked))}."
+        if taken := len(plan.pins) - len(asked):
+            lie = plural(taken, "tensor lies", "tensors lie")
+            yield f"{lie} as in another program of the model: none moves between the two."
 
 
 def axis_does(plan: PlanRecord, axis: str) -> str:

@@ -148,6 +148,7 @@ def to_data(plan: PlanRecord) -> dict[str, Any]:
         **({"context": [list(row) for row in plan.context]} if plan.context else {}),
         **({"spread": asdict(plan.spread)} if plan.spread else {}),
         **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
+        **({"taken": taken} if (taken := [number for number, pin in enumerate(plan.pins) if pin.taken]) else {}),
         **({"views": packed.pack(plan.views)} if plan.views else {}),
     }
 
@@ -161,9 +162,14 @@ def from_data(body: Mapping[str, Any]) -> PlanRecord:
     mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=hardware_data.from_data(body["hardware"]))
     asked = body["asked"]
     axes = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
+    taken = frozenset(body.get("taken", ()))
     pins = tuple(
-        Pin(pattern, tuple((axis, parse_sharding(f"{axis}={text}", [axis])[0]) for axis, text in placements.items()))
-        for pattern, placements in body["pins"]
+        Pin(
+            pattern,
+            tuple((axis, parse_sharding(f"{axis}={text}", [axis])[0]) for axis, text in placements.items()),
+            number in taken,
+        )
+        for number, (pattern, placements) in enumerate(body["pins"])
     )
     return PlanRecord(
         body["title"],

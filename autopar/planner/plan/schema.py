@@ -292,4 +292,5 @@ class PlanFile(TypedDict):
     context: NotRequired[list[tuple[str, str, str]]]
     spread: NotRequired[Spread | None]
     model_spec: NotRequired[ModelSpec | None]
+    taken: NotRequired[list[int]]
     views: NotRequired[ViewsRow]

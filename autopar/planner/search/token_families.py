@@ -134,7 +134,7 @@ def _pins(program: Program, axes: tuple[str, ...]) -> tuple[Pin, ...]:
     stored = {name: layouts[name].stored for name in layouts if name in kept}
     states = {name: program.placed.inputs[name] for name in program.states if name in program.placed.inputs}
     found = {**stored, **states}
-    return tuple(Pin(name, tuple(zip(axes, sharding, strict=True))) for name, sharding in found.items())
+    return tuple(Pin(name, tuple(zip(axes, sharding, strict=True)), taken=True) for name, sharding in found.items())
 
 
 def _divides(splits: frozenset[Split], sizes: tuple[int, ...]) -> bool:

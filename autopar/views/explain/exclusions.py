@@ -68,7 +68,7 @@ def _excluded(plan: PlanRecord, program: Program, subject: Subject, layout: Layo
     for axis, placement in enumerate(sharding):
         for pinned in pins_on(plan, subject):
             if dict(pinned.placements).get(axes[axis], placement) != placement:
-                return Excluded(text, "pin", f"the plan was asked for {pin_text(pinned)}")
+                return Excluded(text, "pin", f"{why_pinned(pinned)} {pin_text(pinned)}")
         if plan.stage_mesh.sizes[axis] > 1 and (reason := forbidden(plan, subject, axis, placement)):
             return Excluded(text, "strategy", reason)
     return None
@@ -153,6 +153,11 @@ def pin_of(pattern: str, sharding: Sharding, mesh: Mesh) -> Pin | None:
     """On all axes that can split anything; None on a mesh of one rank."""
     placements = {axis: p for (axis, size), p in zip(mesh.axes, sharding, strict=True) if size > 1}
     return pin(pattern, **placements) if placements else None
+
+
+def why_pinned(pinned: Pin) -> str:
+    """Who has said so."""
+    return "another program of the model has" if pinned.taken else "the plan was asked for"
 
 
 def pin_text(pinned: Pin) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 import autopar
 from autopar.api.plan import Plan
 from autopar.cli.models import catalogue
+from autopar.ir.sharding import Replicate, Shard
 from autopar.views.content import Findings, content_of
+from autopar.views.text import plan_text
 from autopar.views.words import axis_does, bound, in_words
 
 
@@ -135,6 +138,20 @@ def test_a_call_does_not_compute_while_it_waits(plan: Plan, content: dict[str, A
         assert all(e[0] + e[1] <= start * (1 + 1e-9) or e[0] >= start + length * (1 - 1e-6) for e in tracks["compute"])
     spans = sum(span.end_s - span.start_s for span in plan.views.spans if span.track == "compute")
     assert sum(event[1] for event in tracks["compute"]) == pytest.approx(spans - sum(each[1] for each in inside))
+
+
+def test_pins_of_another_program_were_not_asked_for(plan: Plan) -> None:
+    """Breaks if where a token's weights lie, as the prompt's do, is told as what the user asked for, or a saved plan
+    forgets whose pins they are.
+    """
+    own = autopar.pin("*.wte.weight", tp=Replicate())
+    others = [replace(autopar.pin(f"h.{number}.ln_1.weight", dp=Shard(0)), taken=True) for number in range(2)]
+    pinned = Plan.from_json(replace(plan, pins=(others[0], own, others[1])).to_json())
+    assert [pin.taken for pin in pinned.pins] == [True, False, True]
+    text = " ".join(in_words(pinned))
+    assert "1 pin was asked for: *.wte.weight." in text
+    assert "2 tensors lie as in another program of the model" in text
+    assert ", 1 pin; 2 tensors as in another program of the model" in " ".join(plan_text(pinned).split())
 
 
 def test_words(plan: Plan, staged: Plan) -> None:
