@@ -252,11 +252,12 @@ def _split_stages(program: Program, request: Attempt) -> Program:
     )
 
 
-def _share(request: Request) -> Share | None:
+def _share(request: Attempt) -> Share | None:
     if request.pipeline is None:
         return None
-    training = request.training
-    return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches, training=training)
+    ranks, runs, training = request.num_stage_ranks, request.runs, request.training
+    share = expected_share(request.pipeline, ranks, runs, training=training)
+    return replace(share, in_flight=share.in_flight * request.together)
 
 
 def vocabulary_ranks(request: Attempt) -> int:

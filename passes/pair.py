@@ -78,7 +78,7 @@ def pair(program: Program) -> Program:
         batching=_batching(program.batching, suffix),
         microbatches=program.microbatches // TOGETHER,
         together=TOGETHER,
-        single=program,
+        single=replace(program, pipeline=None),  # which is of both, where it was decided before
     )
 
 
@@ -88,8 +88,6 @@ def why_not(program: Program) -> str:
         return "it is planned for inference"
     if program.microbatches % TOGETHER:
         return f"a step has {plural(program.microbatches, 'microbatch', 'microbatches')}"
-    if program.share is not None or program.pipeline is not None:
-        return "a pipeline runs microbatches in turn"
     if program.updates:
         return "it changes buffers"
     if program.by_value:

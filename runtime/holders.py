@@ -57,8 +57,9 @@ def keepers(interface: ProgramInterface) -> dict[str, int]:
     if pipeline is None:
         return {}
     found: dict[str, int] = {}
+    outputs = interface.of_program().outputs
     for stage, rank in zip(pipeline.stages, pipeline.rank_of, strict=True):
-        made = (interface.outputs[place] for place in stage.outputs)
+        made = (outputs[place] for place in stage.outputs)
         found.update({entry.name: rank for entry in made if entry.shape and entry.name in states})
     return found
 

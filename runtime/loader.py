@@ -30,7 +30,7 @@ Values = tuple[Tensor, ...]
 ByPlace = dict[int, Tensor]
 Unshard = Callable[[Communicator, Tensors, Tensors], list[Transfers]]
 StageForward = Callable[
-    [Communicator, Tensors, Tensors, Tensors, Values, Tensor], tuple[Values, ByPlace, Tensors, list[Any]]
+    [Communicator, Tensors, Tensors, Tensors, Values, Seeds], tuple[Values, ByPlace, Tensors, list[Any]]
 ]
 StageBackward = Callable[[Communicator, Tensors, Tensors, list[Any], Values, ByPlace, Tensors], Values]
 BackwardInput = Callable[[Communicator, Tensors, Tensors, list[Any], Values, ByPlace], tuple[Values, list[Any]]]

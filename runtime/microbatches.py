@@ -56,6 +56,12 @@ def seed_of(seed: int | Tensor, microbatch: int, device: torch.device) -> Tensor
     return torch.full((), own, dtype=torch.int64, device=device)
 
 
+def seeds_of(seed: int | Tensor, group: Sequence[int], device: torch.device) -> Tensor | tuple[Tensor, ...]:
+    """What a program gets for microbatches that go through it at once: the seed of one, or a tuple of each one's."""
+    seeds = tuple(seed_of(seed, i, device) for i in group)
+    return seeds[0] if len(seeds) == 1 else seeds
+
+
 def num_groups(interface: ProgramInterface) -> int:
     """n, the same for all inputs, so that a row of each belongs to the same sample.
 
@@ -134,13 +140,13 @@ class Batch:
             return [(i,) * size for i in range(self.num)]
         return [tuple(range(first, first + size)) for first in range(0, self.num, size)]
 
-    def inputs_of(self, group: Sequence[int]) -> Tensors:
+    def inputs_of(self, group: Sequence[int], own: frozenset[str] | None = None) -> Tensors:
         """What the program gets for these microbatches: `local_inputs` of each, by the names that they have there."""
         suffixes = ("", self.interface.beside)
         return {
             name + suffix: x
             for i, suffix in zip(group, suffixes, strict=False)
-            for name, x in self.local_inputs(i).items()
+            for name, x in self.local_inputs(i, own).items()
         }
 
     def local_inputs(self, microbatch: int, own: frozenset[str] | None = None) -> Tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -72,7 +72,7 @@ class PipelineProgram:
         """The order of a run without backwards."""
         pipeline = self.pipeline
         order = tuple(tuple(map(Action.parse, row)) for row in pipeline.order)
-        schedule = Schedule(pipeline.schedule, self.interface.microbatches, pipeline.rank_of, order)
+        schedule = Schedule(pipeline.schedule, self.interface.runs, pipeline.rank_of, order)
         return tuple(tuple(map(str, row)) for row in forward_only(schedule).order)
 
     def stage_of_output(self, place: int) -> int:
@@ -152,27 +152,56 @@ class PipelineStep:
         pipeline, comm = self.program.pipeline, self.comm
         rank = comm.index(pipeline.axis)
         recorder = Recorder(comm, pipeline.axis, self.record)
-        keeps = grads is None or pipeline.keeps_outputs
-        here = [number for number, owner in enumerate(pipeline.rank_of) if owner == rank]
-        own, axis = self.program.own(rank), pipeline.axis
-        work = Work(self.batch, comm, axis, pipeline.rank_of, self.seed, grads, recorder, len(here), own, keeps)
         padded = in_blocks(self.batch.interface, state)
-        functions = self.program.program.stages
-        stages = {k: StageRun(k, work, functions[k], pipeline.stages[k], padded) for k in here}
-        for number, stage in stages.items():
-            stage.before, stage.after = stages.get(number - 1), stages.get(number + 1)
         gradients: Tensors = {}
-        if stages:
-            make_runtime(
-                list(stages.values()), self.batch.num, order, rank, _functions(stages, recorder, gradients)
-            ).run()
-        _check_done(stages, rank)
-        for sent in work.pending:
-            sent.wait()
+        made: dict[int, dict[int, Tensor]] = {}
+        stages: dict[int, StageRun] = {}
+        sums: dict[int, Tensors] = {}
+        runs, groups = self.program.interface.runs, self.batch.together
+        # Where each goes through alone though the schedule is of two at a time, it is gone through twice.
+        for first in range(0, len(groups), runs):
+            found = gradients if first + runs >= len(groups) else None
+            stages = self._gone_through(groups[first : first + runs], padded, grads, order, recorder, sums, found)
+            for number, stage in stages.items():
+                sums[number] = stage.sums
+                for place, values in stage.outputs.items():
+                    made.setdefault(place, {}).update(values)
         gradients = self._with_tied(gradients, rank) if grads is not None else {}
-        outputs, updates = self._shared(self._outputs(stages), _updates(stages), rank)
+        outputs, updates = self._shared(self._outputs(made), _updates(stages), rank)
         recorder.finish()
         return PipelineResult(outputs, updates, gradients)
+
+    def _gone_through(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        state: Tensors,
+        grads: Grads | None,
+        order: Order,
+        recorder: Recorder,
+        sums: Mapping[int, Tensors],
+        gradients: Tensors | None,
+    ) -> dict[int, StageRun]:
+        """The schedule once, for these microbatches; the stages of this rank.
+
+        sums: by stage, what is there of gradients from those before. gradients: of its parameters, filled; None where
+        more microbatches follow.
+        """
+        pipeline, comm = self.program.pipeline, self.comm
+        rank, axis = comm.index(pipeline.axis), pipeline.axis
+        keeps = grads is None or pipeline.keeps_outputs
+        here = [number for number, owner in enumerate(pipeline.rank_of) if owner == rank]
+        own = self.program.own(rank)
+        work = Work(self.batch, groups, comm, axis, pipeline.rank_of, self.seed, grads, recorder, len(here), own, keeps)
+        functions = self.program.program.stages
+        stages = {k: StageRun(k, work, functions[k], pipeline.stages[k], state, sums.get(k, {})) for k in here}
+        for number, stage in stages.items():
+            stage.before, stage.after = stages.get(number - 1), stages.get(number + 1)
+        if stages:
+            make_runtime(list(stages.values()), len(groups), order, rank, _functions(stages, recorder, gradients)).run()
+        _check_done(stages, rank, reduced=gradients is not None)
+        for sent in work.pending:
+            sent.wait()
+        return stages
 
     def _with_tied(self, gradients: Tensors, rank: int) -> Tensors:
         """Gradients of parameters that several ranks hold, added in the order of the ranks: equal bit for bit."""
@@ -198,15 +227,14 @@ class PipelineStep:
             gradients[name] = total
         return gradients
 
-    def _outputs(self, stages: Mapping[int, StageRun]) -> dict[int, Tensor]:
-        """The step's outputs that this rank makes, by place."""
-        found: dict[int, Tensor] = {}
+    def _outputs(self, made: Mapping[int, Mapping[int, Tensor]]) -> dict[int, Tensor]:
+        """The step's outputs that this rank makes, by place. made: of each microbatch."""
         self.batch.comm.at("outputs")
-        for place in range(len(self.batch.interface.outputs)):
-            stage = stages.get(self.program.stage_of_output(place))
-            if stage is not None and stage.outputs[place]:
-                found[place] = self.batch.output(place, [stage.outputs[place][i] for i in range(self.batch.num)])
-        return found
+        return {
+            place: self.batch.output(place, [made[place][i] for i in range(self.batch.num)])
+            for place in range(len(self.batch.interface.outputs))
+            if made.get(place)
+        }
 
     def _shared(
         self, outputs: dict[int, Tensor], updates: Tensors, rank: int
@@ -240,9 +268,9 @@ class PipelineStep:
 
 
 def _functions(
-    stages: Mapping[int, StageRun], recorder: Recorder, gradients: Tensors
+    stages: Mapping[int, StageRun], recorder: Recorder, gradients: Tensors | None
 ) -> dict[str, Callable[[str], None]]:
-    """What torch's runtime is to do at each kind of action. gradients: filled by REDUCE_GRAD."""
+    """What torch's runtime is to do at each kind of action. gradients: filled by REDUCE_GRAD; None: not yet."""
 
     def on_microbatch(function: Callable[[StageRun, int], None]) -> Callable[[str], None]:
         def run(text: str) -> None:
@@ -260,6 +288,8 @@ def _functions(
         return run
 
     def reduce(stage: StageRun) -> None:
+        if gradients is None:
+            return
         for name, gradient in stage.reduce().items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
 
@@ -278,8 +308,8 @@ def _updates(stages: Mapping[int, StageRun]) -> Tensors:
     return {name: stage.state[name] for stage in stages.values() for name in stage.interface.updates}
 
 
-def _check_done(stages: Mapping[int, StageRun], rank: int) -> None:
-    left = ", ".join(text for stage in stages.values() if (text := stage.left_over()))
+def _check_done(stages: Mapping[int, StageRun], rank: int, *, reduced: bool) -> None:
+    left = ", ".join(text for stage in stages.values() if (text := stage.left_over(reduced=reduced)))
     if left:
         raise AutoparError(
             f"the pipeline schedule ends on rank {rank} before all is done",

@@ -1,6 +1,7 @@
 """One stage of a pipeline during one step, on one rank: what it has of each microbatch, and what its actions do.
 
-The values of a microbatch live from the action that makes them to the one that uses them last:
+Where two microbatches go through the program together, an action's number is that of the two. The values of a
+microbatch live from the action that makes them to the one that uses them last:
 
     received    RECV_F (or the F before, on the same rank) to F       gradients    RECV_B to B or I
     sent        F to SEND_F, then until they have left                sent_back    B or I to SEND_B, likewise
@@ -23,7 +24,7 @@ from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Pending
 from autopar.runtime.layout import local_part_shape, piece_of_block
 from autopar.runtime.loader import LoadedStage, Tensors
-from autopar.runtime.microbatches import Batch, seed_of
+from autopar.runtime.microbatches import Batch, seeds_of
 from autopar.runtime.recording import Recorder
 from autopar.runtime.step import Grads, given_gradient
 from autopar.runtime.transfers import Transfers
@@ -36,12 +37,14 @@ Wanted = tuple[tuple[int, ...], torch.dtype]
 class Work:
     """What the stages of one rank have in common during a step.
 
-    comm: of the whole mesh; the batch's is that of one stage. own: the inputs that they take, by name. grads: local,
-    one for each differentiable output; None where there is no backward. keeps_outputs: larger ones than scalars, too.
-    pending: what was sent, and may not have left.
+    comm: of the whole mesh; the batch's is that of one stage. groups: the microbatches that the number of an action
+    stands for, all of them or some (`Batch.together`). own: the inputs that they take, by name. grads: local, one for
+    each differentiable output; None where there is no backward. keeps_outputs: larger ones than scalars, too. pending:
+    what was sent, and may not have left.
     """
 
     batch: Batch
+    groups: Sequence[tuple[int, ...]]
     comm: Communicator
     axis: str
     rank_of: tuple[int, ...]
@@ -55,34 +58,45 @@ class Work:
     inputs: dict[int, tuple[int, Tensors]] = field(default_factory=dict)
 
     def is_alive(self, i: int) -> bool:
-        """Whether the step's outputs that have a gradient depend on microbatch `i`; the same on every rank."""
+        """Whether the step's outputs that have a gradient depend on the microbatches `i`; the same on every rank."""
         if self.grads is None:
             return False
         outputs = [entry for entry in self.batch.interface.outputs if entry.differentiable]
         return any(
             grad is not None
-            and (self.batch.num == 1 or entry.combine == "concat" or self.batch.scale(entry, i) is not None)
+            and (self.batch.num == 1 or entry.combine == "concat" or self.batch.scale(entry, each) is not None)
+            for each in self.groups[i]
             for grad, entry in zip(self.grads, outputs, strict=True)
         )
 
     def inputs_of(self, i: int) -> Tensors:
         """This rank's part of the inputs of a microbatch: made for its first stage here, dropped after its last."""
-        uses, local = self.inputs.pop(i) if i in self.inputs else (0, self.batch.local_inputs(i, self.own))
+        uses, local = self.inputs.pop(i) if i in self.inputs else (0, self.batch.inputs_of(self.groups[i], self.own))
         if uses + 1 < self.num_here:
             self.inputs[i] = uses + 1, local
         return local
 
     def roots(self, places: Sequence[int], i: int) -> dict[int, Any]:
-        """The gradients of those of the outputs `places` that are differentiable, for one microbatch."""
+        """The gradients of those of the program's outputs `places` that are differentiable."""
         assert self.grads is not None
         outputs = self.batch.interface.outputs
         given = iter(self.grads)
         by_place = {place: next(given) for place, entry in enumerate(outputs) if entry.differentiable}
-        return {
-            place: given_gradient(self.batch.comm, self.batch.gradient(place, by_place[place], i), outputs[place])
-            for place in places
-            if place in by_place
-        }
+        found: dict[int, Any] = {}
+        for place in places:
+            own, microbatch = self.output_of(place, i)
+            if own in by_place:
+                grad = None if microbatch is None else self.batch.gradient(own, by_place[own], microbatch)
+                found[place] = given_gradient(self.batch.comm, grad, outputs[own])
+        return found
+
+    def output_of(self, place: int, i: int) -> tuple[int, int | None]:
+        """Which of the step's outputs one of the program's is, and of which microbatch; None for what is there twice
+        and counts once.
+        """
+        turn, own = divmod(place, len(self.batch.interface.outputs))
+        group = self.groups[i]
+        return own, None if group[turn] in group[:turn] else group[turn]
 
     def send(self, values: Values, stage: int, other: int, kind: str, i: int) -> None:
         """To another stage, which needs them for its action `kind` of microbatch `i`."""
@@ -100,14 +114,21 @@ class Work:
 class StageRun:
     """One stage during one step. Its attributes are also what torch's schedule runtime wants to know of a stage.
 
-    before, after: the neighbours that run on this rank, which are handed values without communication.
+    before, after: the neighbours that run on this rank, which are handed values without communication. sums: what there
+    is of gradients, unreduced.
     """
 
     submod = None
     has_backward = True
 
     def __init__(
-        self, number: int, work: Work, functions: LoadedStage, interface: StageInterface, state: Tensors
+        self,
+        number: int,
+        work: Work,
+        functions: LoadedStage,
+        interface: StageInterface,
+        state: Tensors,
+        sums: Tensors,
     ) -> None:
         self.stage_index, self.num_stages = number, len(work.rank_of)
         self.group_rank, self.group_size = work.rank_of[number], work.comm.size(work.axis)
@@ -117,7 +138,7 @@ class StageRun:
         self.before: StageRun | None = None
         self.after: StageRun | None = None
         self.state, self.states = state, dict[int, Tensors]()
-        self.held, self.sums = Tensors(), Tensors()
+        self.held, self.sums = Tensors(), sums
         self.unsharding: list[Transfers] = []
         self.received: dict[int, Pending | Values] = {}
         self.gradients: dict[int, Pending | Values] = {}
@@ -125,7 +146,7 @@ class StageRun:
         self.sent_back: dict[int, Values] = {}
         self.saved: dict[int, list[Any]] = {}
         self.kept: dict[int, list[Any]] = {}
-        self.outputs: dict[int, dict[int, Tensor]] = {place: {} for place in interface.outputs}
+        self.outputs: dict[int, dict[int, Tensor]] = {work.output_of(place, 0)[0]: {} for place in interface.outputs}
         self.num_forwards = 0
 
     def clear_runtime_states(self) -> None:
@@ -174,7 +195,7 @@ class StageRun:
         self.num_forwards += 1
         received = self._taken(self.received, i, "F")
         with work.recorder.action(f"{self.stage_index}F{i}"):
-            inputs, seed = work.inputs_of(i), seed_of(work.seed, i, self.comm.device)
+            inputs, seed = work.inputs_of(i), seeds_of(work.seed, work.groups[i], self.comm.device)
             sent, outputs, updates, saved = self.functions.forward(
                 self.comm, self.state, self.held, inputs, received, seed
             )
@@ -184,9 +205,9 @@ class StageRun:
         self._check_results(i, outputs, updates)
         entries = work.batch.interface.outputs
         for place, value in outputs.items():
-            if entries[place].shape and not work.keeps_outputs:
-                continue
-            self.outputs[place][i] = piece_of_block(self.comm, value, entries[place])
+            own, microbatch = work.output_of(place, i)
+            if microbatch is not None and (work.keeps_outputs or not entries[own].shape):
+                self.outputs[own][microbatch] = piece_of_block(self.comm, value, entries[own])
         if updates:
             self.state = dict(self.state)
             for entry in work.batch.interface.updates:
@@ -283,12 +304,12 @@ class StageRun:
             self.gradients[i] = self.work.receive(wanted, self.stage_index, self.stage_index + 1, "B", i)
         return []
 
-    def left_over(self) -> str:
-        """What no action has used, as text; empty at the end of a whole schedule."""
+    def left_over(self, *, reduced: bool = True) -> str:
+        """What no action has used, as text; empty at the end of a whole schedule. reduced: gradients are, too."""
         stage = self.stage_index
         left = [f"{stage}SEND_F{i}" for i in self.sent] + [f"{stage}SEND_B{i}" for i in self.sent_back]
         left += [f"{stage}F{i}" for i in self.received] + [f"{stage}B{i}" for i in self.saved]
-        left += [f"{stage}W{i}" for i in self.kept] + ([f"{stage}REDUCE_GRAD"] if self.sums else [])
+        left += [f"{stage}W{i}" for i in self.kept] + ([f"{stage}REDUCE_GRAD"] if self.sums and reduced else [])
         return ", ".join(left)
 
     # -- values

@@ -18,7 +18,7 @@ from autopar.ir.sharding import replicated
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.layout import in_blocks, local_part_shape, piece_of_block, redistribute, resized, shard
 from autopar.runtime.loader import Tensors
-from autopar.runtime.microbatches import Batch, seed_of, whole_output
+from autopar.runtime.microbatches import Batch, seeds_of, whole_output
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
 
@@ -151,11 +151,9 @@ class Step:
         """Outputs of each microbatch of a group, what backward needs, and the state with the buffers that changed."""
         batch, interface = self.batch, self.batch.interface
         inputs = batch.inputs_of(group)
-        seeds = tuple(seed_of(self.seed, i, batch.comm.device) for i in group)
+        seeds = seeds_of(self.seed, group, batch.comm.device)
         with self._recorded(group[0]):
-            outputs, saved = batch.program.forward(
-                batch.comm, state, held, inputs, seeds[0] if len(seeds) == 1 else seeds
-            )
+            outputs, saved = batch.program.forward(batch.comm, state, held, inputs, seeds)
         count = len(interface.outputs)
         cut = count * interface.together
         if len(outputs) != cut + len(interface.updates):

@@ -237,7 +237,7 @@ def _mesh_of(plan: PlanRecord) -> tuple[Mesh, bool]:
     for size in range(mesh.size(AXIS), 1, -1) if scaled else ():
         smaller = Mesh({**dict(mesh.axes), AXIS: size}, hardware=mesh.hardware)
         spec = _as_planned(plan, smaller)
-        if spec is not None and (not plan.training or refusal(spec, size, plan.interface.microbatches) is None):
+        if spec is not None and (not plan.training or refusal(spec, size, plan.interface.runs) is None):
             return smaller, True
     return mesh, scaled
 

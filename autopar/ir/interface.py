@@ -33,11 +33,11 @@ and for each kind of stage, called with its ranges as keyword arguments,
 
 `comm` knows the axes of `ProgramInterface.axes`, which are the mesh's without the pipeline's. `received` and `sent` are
 tuples of local tensors in the order of the stage's `receives` and `sends`. `outputs` and `roots` are by the place of an
-output in `ProgramInterface.outputs`: the outputs that this stage makes, and the gradients of those that are
-differentiable. `updates` are by buffer name. `grads` and `received_grads` hold one gradient per differentiable entry of
-`sends` and of `receives`. `sums` is a dict of the stage's own, empty at the start of a step; `first_reduce` empties it
-and returns the local gradients in their parameters' stored sharding. Defined are those of `backward` and its two halves
-that the schedule uses.
+output in `ProgramInterface.outputs` (where two microbatches go through together, those of the second behind all of the
+first): the outputs that this stage makes, and the gradients of those that are differentiable. `updates` are by buffer
+name. `grads` and `received_grads` hold one gradient per differentiable entry of `sends` and of `receives`. `sums` is a
+dict of the stage's own, empty at the start of a step; `first_reduce` empties it and returns the local gradients in
+their parameters' stored sharding. Defined are those of `backward` and its two halves that the schedule uses.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class TensorInterface:
 class StageInterface:
     """One stage: what comes from the stage before and goes to the next, and what of the program's border is its own.
 
-    outputs: places in `ProgramInterface.outputs` that it makes. updates, parameters, buffers: names.
+    outputs: places that it makes of the outputs of all microbatches that go through the program at once
+    (`ProgramInterface.of_program`). updates, parameters, buffers: names.
     """
 
     receives: tuple[TensorInterface, ...]

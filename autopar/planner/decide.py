@@ -16,6 +16,7 @@ from autopar.base.huggingface.caches import states_among
 from autopar.base.stored_weights import check_not_trained
 from autopar.ir.program import MODES, Mode, Program
 from autopar.machine.mesh import Mesh
+from autopar.passes.pair import TOGETHER
 from autopar.planner.generation import pieces_pinned
 from autopar.planner.inputs import bind_inputs, to_dtype
 from autopar.planner.microbatches import best_microbatches, check_microbatches
@@ -83,6 +84,7 @@ def decide(
         pipeline=asked,
         roots=None if roots is None else tuple(roots),
         halves=None if inference else halves,  # as microbatches, which a forward alone has none of
+        together=TOGETHER if halves and asked is not None and not inference else 1,
         spread=_as_before(strategies, stage, pieces_pinned(inputs, constraints, stage)),
         captured={} if captured is None else captured,
     )

@@ -1,4 +1,9 @@
-"""Two microbatches that go through the program together, where the step is predicted shorter by it."""
+"""Two microbatches that go through the program together, where the step is predicted shorter by it.
+
+Over the stages of a pipeline a schedule's microbatches are pairs then: half as many are in the pipeline one after the
+other, so more of the step is waited for its ends, and twice as much is in flight. What is asked for is planned so from
+the beginning.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from autopar.passes.pair import TOGETHER, why_not
 from autopar.planner.assembly import check_fits
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
+from autopar.strategies.pipelining.asked import refusal
 from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar")
@@ -34,8 +40,10 @@ def in_halves(programs: Programs, attempt: Attempt, found: PlanRecord) -> PlanRe
                 remedy="plan without halves, or with a strategy of experts and an even number of microbatches",
             )
         return found
-    plan = programs.plan(replace(attempt, together=TOGETHER))
+    if attempt.together > 1 or not _admits(attempt):
+        return found
     try:
+        plan = programs.plan(replace(attempt, together=TOGETHER))
         check_fits(plan)
     except DoesNotFit:
         if asked:
@@ -47,3 +55,9 @@ def in_halves(programs: Programs, attempt: Attempt, found: PlanRecord) -> PlanRe
     if plan.interface.together < TOGETHER or (not asked and plan.cost.step_time_s >= found.cost.step_time_s):
         return found
     return replace(plan, solved=found.solved, notes=found.notes)
+
+
+def _admits(attempt: Attempt) -> bool:
+    """Whether the schedule that is asked for takes half as many microbatches."""
+    asked = attempt.pipeline
+    return asked is None or refusal(asked, attempt.num_stage_ranks, attempt.microbatches // TOGETHER) is None

@@ -69,7 +69,7 @@ def best_microbatches(request: Attempt, make: Callable[[Attempt], PlanRecord]) -
     tried = {found.interface.microbatches}
     while len(tried) < MOST_PLANS:
         assert found.pipeline is not None
-        predicted = predictions(found.pipeline, request, counts)
+        predicted = predictions(found.pipeline, request, counts, found.interface.together)
         best = min(predicted, key=lambda count: (predicted[count], count), default=found.interface.microbatches)
         if best in tried or predicted[best] >= WORTH * found.cost.step_time_s:
             break
@@ -82,14 +82,30 @@ def best_microbatches(request: Attempt, make: Callable[[Attempt], PlanRecord]) -
         if other.cost.step_time_s >= found.cost.step_time_s:
             break
         found = other
-    return found
+    return _in_halves(request, make, counts, found)
+
+
+def _in_halves(
+    request: Attempt, make: Callable[[Attempt], PlanRecord], counts: Sequence[int], found: PlanRecord
+) -> PlanRecord:
+    """The plan, or where that is faster one whose microbatches are cut in two that go through the program together: its
+    schedule and what it holds are the same.
+    """
+    twice = 2 * found.interface.microbatches
+    if not found.interface.experts or found.interface.together > 1 or request.halves is False or twice not in counts:
+        return found
+    try:
+        other = make(replace(request, microbatches=twice, explain=False))
+    except DoesNotFit:
+        return found
+    return other if other.cost.step_time_s < found.cost.step_time_s else found
 
 
 def _first_that_fits(request: Attempt, make: Callable[[Attempt], PlanRecord], counts: Sequence[int]) -> PlanRecord:
     """The plan with the wanted number of microbatches, or where that does not fit, with more: a rank then holds the
     activations of fewer rows.
     """
-    wanted = FIRST_PER_RANK * request.num_stage_ranks
+    wanted = FIRST_PER_RANK * request.num_stage_ranks * request.together
     start = next((place for place, count in enumerate(counts) if count >= wanted), len(counts) - 1)
     for count in counts[start:-1]:
         try:
@@ -107,7 +123,7 @@ def _undivided(
     Raises:
         RowsTogether: the schedule does not admit that.
     """
-    if counts[0] != 1:
+    if counts[0] != 1 or request.together > 1:
         remedy = f"{request.pipeline} does not take one microbatch: use pipeline(1f1b), which does"
         raise RowsTogether(error.what, where=error.where, values=error.values, remedy=remedy) from error
     plan = make(replace(request, microbatches=1))
@@ -130,7 +146,7 @@ def possible(request: Request) -> list[int]:
     ways = _data_ways(request.strategies, request.mesh)
     divisors = [count for count in range(1, rows + 1) if rows % count == 0]
     even = [count for count in divisors if rows // count % ways == 0]
-    refusals = {count: refusal(spec, num_ranks, count) for count in even or divisors}
+    refusals = {count: _refusal(request, count) for count in even or divisors}
     found = [count for count, error in refusals.items() if error is None]
     if not found:
         last = list(refusals.values())[-1]
@@ -152,8 +168,25 @@ def check_microbatches(request: Request) -> None:
     """
     assert request.pipeline is not None
     check_asked(request.pipeline, request.num_stage_ranks)
-    if error := refusal(request.pipeline, request.num_stage_ranks, request.microbatches):
+    if error := _refusal(request, request.microbatches):
         raise error
+
+
+def _refusal(request: Request, count: int) -> AutoparError | None:
+    """Why a schedule does not take so many microbatches, two at a time where that is asked for; None where it does."""
+    assert request.pipeline is not None
+    together = request.together if isinstance(request, Attempt) else 1
+    if count % together:
+        return AutoparError(
+            f"{plural(count, 'microbatch', 'microbatches')} cannot go through a pipeline two at a time",
+            where="halves",
+            remedy="use an even number of microbatches, or plan without halves",
+        )
+    error = refusal(request.pipeline, request.num_stage_ranks, count // together)
+    if error is None or together == 1:
+        return error
+    turns = f"{plural(count, 'microbatch', 'microbatches')}, two at a time, are {count // together} for a schedule"
+    return AutoparError(error.what, where="halves", values=f"{turns}; {error.values}", remedy=error.remedy)
 
 
 def num_rows(inputs: Mapping[str, Any]) -> int:
@@ -163,22 +196,26 @@ def num_rows(inputs: Mapping[str, Any]) -> int:
     return max(set(sizes), key=sizes.count, default=1)
 
 
-def predictions(summary: PipelineSummary, request: Request, counts: Sequence[int]) -> dict[int, float]:
+def predictions(
+    summary: PipelineSummary, request: Request, counts: Sequence[int], together: int = 1
+) -> dict[int, float]:
     """The simulated step with each number of microbatches that fits, on the same stages, by the best schedule that may
-    be asked for; from the plan's own number up and down as long as it does not become clearly worse.
+    be asked for; from the plan's own number up and down as long as it does not become clearly worse. together: how many
+    go through a stage at once, as in the plan.
     """
     assert request.pipeline is not None
-    now, limit = summary.schedule.num_microbatches, request.memory_limit_bytes
-    most = MOST_PER_RANK * request.num_stage_ranks
+    now, limit = summary.schedule.num_microbatches * together, request.memory_limit_bytes
+    most = MOST_PER_RANK * request.num_stage_ranks * together
+    counts = [count for count in counts if count % together == 0]
     found: dict[int, float] = {}
     up = [count for count in counts if now <= count <= most]
     down = [count for count in reversed(counts) if count < now]
     for way in (up, down):
         for count in way:
-            costs = [scaled(stage, now / count, adds=count > 1) for stage in summary.stages]
+            costs = [scaled(stage, now / count, adds=count > together) for stage in summary.stages]
             steps = [
                 simulate(schedule, costs, summary.link).makespan_s + update_seconds(schedule.rank_of, costs)
-                for schedule in _schedules(summary, request.pipeline, count, costs, limit)
+                for schedule in _schedules(summary, request.pipeline, count // together, costs, limit)
                 if limit is None or max(peak_bytes(schedule, costs)) <= limit
             ]
             if steps:

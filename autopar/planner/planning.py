@@ -13,6 +13,7 @@ from autopar.base.errors import DoesNotFit
 from autopar.base.text import format_bytes
 from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
+from autopar.passes.pair import TOGETHER
 from autopar.planner import plan_cache
 from autopar.planner.assembly import plan_once, redo, without_padding
 from autopar.planner.attempts import attempts, named, tighter, tried_for
@@ -78,6 +79,7 @@ def plan_point(
         strategies=resolve(strategy, mesh),
         microbatches=microbatches,
         pipeline=asked,
+        together=TOGETHER if request.halves and asked is not None else 1,
         explain=False,
         captured=captured,
     )

@@ -88,6 +88,11 @@ class Attempt(Request):
         return Attempt(**(known | changes))
 
     @property
+    def runs(self) -> int:
+        """How often a step runs the program."""
+        return self.microbatches // self.together
+
+    @property
     def placing(self) -> tuple[AxisStrategy, ...]:
         """The strategies that decide the placement."""
         return self.strategies if self.placed_by is None else self.placed_by

@@ -180,11 +180,15 @@ class StageWriter(StepWriter):
         for place, ref in self.outputs:
             if ref not in self.program.roots:
                 continue
+            root = f"roots[{place}]"
+            if len(self.program.roots) > 1 and self._is_weighted(ref):
+                root = self._fresh(f"root_{self.variables[ref]}")
+                lines += [f"    {root} = roots[{place}]", self._zero_where_none(root, ref)]
             if ref in self.gradients:
-                lines.append(f"    {self.gradients[ref]} = {self.gradients[ref]} + roots[{place}]")
+                lines.append(f"    {self.gradients[ref]} = {self.gradients[ref]} + {root}")
             else:
                 self.gradients[ref] = self._fresh(f"grad_{self.variables[ref]}")
-                lines.append(f"    {self.gradients[ref]} = roots[{place}]")
+                lines.append(f"    {self.gradients[ref]} = {root}")
         return lines
 
     def _backward_order(self) -> list[int]:

@@ -150,13 +150,13 @@ def _check_pipeline(plan: PlanRecord) -> None:
         "microbatches and ranks", counts, "in decisions", (decided.schedule.num_microbatches, decided.schedule.rank_of)
     )
     _same("ranks of stages", tuple(schedule.rank_of), "of the interface", border.rank_of)
-    _same("microbatches", schedule.num_microbatches, "of the interface", plan.interface.microbatches)
+    _same("what a schedule runs", schedule.num_microbatches, "of the interface", plan.interface.runs)
     _same("stages", [len(border.stages), len(decided.stages)], "of the schedule", [schedule.num_stages] * 2)
     _same("costs", len(summary.stages), "stages", schedule.num_stages)
     for stage in border.stages:
         _known("stages", stage.parameters, [each.name for each in plan.interface.parameters])
         _known("stages", stage.buffers, [each.name for each in plan.interface.buffers])
-        if any(not 0 <= place < len(plan.interface.outputs) for place in stage.outputs):
+        if any(not 0 <= place < len(plan.interface.of_program().outputs) for place in stage.outputs):
             raise ValueError(f"a stage makes the outputs {stage.outputs[:8]}")
     if not summary.link.bandwidth_bytes_per_s > 0:
         raise ValueError("the link of its pipeline carries nothing")

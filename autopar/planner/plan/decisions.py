@@ -33,11 +33,10 @@ class Decisions:
         those of one of them.
         """
         if program.single is not None:
-            return replace(Decisions.of(program.single), overlap=program.overlap)
+            return replace(Decisions.of(program.single), overlap=program.overlap, pipeline=_stages(program))
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
         relays = {r.name: dict(r.relays) for r in program.regions}
-        stages = replace(program.pipeline, considered=()) if program.pipeline is not None else None
-        return Decisions(chosen, program.placed, relays, program.overlap, stages)
+        return Decisions(chosen, program.placed, relays, program.overlap, _stages(program))
 
     def apply(self, program: Program) -> Program:
         """An annotated program with these decisions written into it, as `place` would.
@@ -66,6 +65,10 @@ class Decisions:
         return program.with_regions(
             regions, phase="placed", placement=self.placement, overlap=self.overlap, pipeline=self.pipeline
         )
+
+
+def _stages(program: Program) -> Pipeline | None:
+    return None if program.pipeline is None else replace(program.pipeline, considered=())
 
 
 def _other_program(where: str) -> AutoparError:

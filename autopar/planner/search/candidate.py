@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.program import Mode
+from autopar.strategies.pipelining.asked import refusal
+from autopar.strategies.pipelining.spec import PipelineSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,13 @@ class Point:
 
     @property
     def may_pair(self) -> bool:
-        """Whether two microbatches may go through the program together: tokens travel, and nothing runs in turn."""
-        return self.microbatches % 2 == 0 and self.pp == 1 and "expert" in self.innermost
+        """Whether two microbatches may go through the program together: tokens travel, and a schedule takes half as
+        many.
+        """
+        if self.microbatches % 2 or "expert" not in self.innermost:
+            return False
+        spec = PipelineSpec(self.schedule, self.stages_per_rank)
+        return not self.schedule or refusal(spec, self.pp, self.microbatches // 2) is None
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
