@@ -32,6 +32,7 @@ from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import ValueRef
 from autopar.passes.class_dims import over_classes
 from autopar.passes.differentiation.backward_notes import BackwardNotes
+from autopar.passes.functional import written_apart
 from autopar.passes.group_heads import group_heads
 from autopar.passes.products import batch_size, coupled_products, fused_linears
 
@@ -215,7 +216,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
         if not isinstance(error, NotImplementedError) and "no fake impl" not in str(error):
             raise
         raise _no_shapes(error, region) from error
-    if any(tracing.is_mutable(node) for node in module.graph.nodes):
+    if any(tracing.is_mutable(node) for node in module.graph.nodes) and not written_apart(module.graph):
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
     _refuse_draws(module.graph, region)
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))

@@ -72,6 +72,23 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
     return True
 
 
+def written_apart(graph: fx.Graph) -> bool:
+    """Give every value that an operator of a recorded graph writes a node of its own, in place (gradient formulas of
+    torch write what they have just made). Nothing that is handed in may be written.
+
+    False, and nothing has changed, where a write is not as plain as that.
+    """
+    writes = [node for node in graph.nodes if mutation.writes(node)]
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    if any(map(_is_batch_norm, writes)) or not _are_plain(writes, order, ()):
+        return False
+    for node in writes:
+        _replace(node, order)
+    for write in reversed(writes):
+        graph.erase_node(write)
+    return True
+
+
 def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Collection[str]) -> bool:
     """Whether each write is into a buffer or a value that an operator made, no view of which is read after it."""
     places: dict[fx.Node, list[int]] = {}

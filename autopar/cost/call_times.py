@@ -135,7 +135,7 @@ def _chains(
 ) -> tuple[tuple[Chain, ...], tuple[Chain, ...]]:
     """What a bucket sends once a step, and at each use (of a reduction, which is once a step, all)."""
     # In a step of two microbatches what is done for each use is done twice.
-    rows = list(bucket_rows(replace(program, microbatches=2), which, bucket, names, 1, ""))
+    rows = list(bucket_rows(program, which, bucket, names, 1, "", uses=2))
     once: list[Message] = []
     each: list[Message] = []
     for row in rows:

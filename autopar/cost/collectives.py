@@ -277,6 +277,7 @@ def bucket_rows(
     which: `gather`, `gather_for_backward` or `reduce`. names: of the bucket's parameters. count: how often a step
     what is kept runs, uses: the rest; None: `count` times for every microbatch.
     """
+    uses = count * program.microbatches if uses is None else uses
     mesh, reduces = program.on_mesh, which == "reduce"
     variables = [program.variable(name) for name in names]
     layouts = [program.placed.parameters[variable.name] for variable in variables]
@@ -297,7 +298,7 @@ def bucket_rows(
         once = reduces or number < bucket.keep
         if kind == "slice" or (number < bucket.keep and phase == "backward"):
             continue
-        times = count if once else count * program.microbatches if uses is None else uses
+        times = count if once else uses
         if not times:
             continue
         row = _row(mesh, kind, axis, local, tensor, times, phase, f"{where}: {names[0]}", why)

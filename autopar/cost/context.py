@@ -13,7 +13,7 @@ from autopar.cost.operator_time import exposed_seconds, operator_seconds
 from autopar.cost.roofline import CollectiveKind, collective_time_s
 from autopar.ir.choices import NONE, Choice, shardings
 from autopar.ir.graphs import is_attention, op_call
-from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.op_call import OpCall, TensorSpec, name_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.ir.rule import Rule
@@ -203,7 +203,9 @@ def _seconds(program: Program, mesh: Mesh) -> float:
 
 def _region_seconds(region: Region, mesh: Mesh, *, attention: bool = True) -> float:
     """What one rank would compute alone in one call; attention: this, too."""
-    nodes = [node for node in region.graph.nodes if node.op == "call_function" and "getitem" not in str(node.target)]
+    nodes = [
+        node for node in region.graph.nodes if node.op == "call_function" and "getitem" not in name_of(node.target)
+    ]
     return sum(_unsplit_seconds(op_call(node), mesh) for node in nodes if attention or not is_attention(node))
 
 

@@ -54,7 +54,7 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
     become one kernel share its time (`autopar.fusion`); of an engine, products read weights that are codes as they are
     (`autopar.cost.coded`), and prompts see what is before them (`autopar.cost.prompts`).
     """
-    alone = {name: operator_seconds(*region.ops[name], each, mesh) for name, each in region.strategies.items()}
+    alone = _alone(region, mesh)
 
     def work(name: str) -> Work:
         return operator_work(*region.ops[name], region.strategies[name], mesh)
@@ -67,6 +67,18 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
     if mesh.hardware.whole_prompts:
         alone |= prompt_seconds(region, work, seconds)
     return fused_seconds(region, alone, work, seconds, mesh.sizes) if mesh.hardware.compiled else alone
+
+
+def _alone(region: Region, mesh: Mesh) -> dict[str, float]:
+    """Seconds of each operator by itself: several ask for them of one placement."""
+    assert region.placed is not None
+    known = region.placed.seconds
+    for ops, of, seconds in known:
+        if ops is region.ops and of is mesh:
+            return dict(seconds)
+    found = {name: operator_seconds(*region.ops[name], each, mesh) for name, each in region.strategies.items()}
+    known[:] = [(region.ops, mesh, found)]
+    return dict(found)
 
 
 def operator_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.base.torch_compat import tracing
 from autopar.ir.nodes import COPY_OF, map_nodes, result_types
-from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.op_call import OpCall, TensorSpec, name_of
 from autopar.ir.region import Region
 
 
@@ -141,7 +141,7 @@ _VIEWS = frozenset(
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result shares the memory of its first operand."""
-    return _base_name(node) in _VIEWS or "getitem" in str(node.target)
+    return _base_name(node) in _VIEWS or "getitem" in name_of(node.target)
 
 
 CACHES = (5, 6, 8, 9)
@@ -156,4 +156,4 @@ def caches_of(node: fx.Node) -> list[fx.Node]:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether a node is attention, or its gradient."""
-    return node.op == "call_function" and str(node.target).startswith("autopar.attention")
+    return node.op == "call_function" and name_of(node.target).startswith("autopar.attention")

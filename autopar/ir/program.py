@@ -26,6 +26,7 @@ from torch import fx
 
 from autopar.ir.batching import Batching
 from autopar.ir.nodes import format_target
+from autopar.ir.op_call import name_of
 from autopar.ir.placement import Overlap, Placement, PlacementResult, SharedParameter
 from autopar.ir.region import Call, Region
 from autopar.ir.stages import Pipeline, Share
@@ -253,7 +254,7 @@ def _format_arg(arg: Any) -> str:
 
 def _format_value(region: Region, node: fx.Node, axes: tuple[str, ...]) -> str:
     value = node.meta.get("val")
-    source, index = node.args if "getitem" in str(node.target) else (node, 0)
+    source, index = node.args if "getitem" in name_of(node.target) else (node, 0)
     strategies = region.placed.strategies if region.placed else {}
     strategy = strategies.get(source.name) if isinstance(source, fx.Node) else None
     if isinstance(value, torch.Tensor):

@@ -53,11 +53,13 @@ class Annotated:
 class Placed:
     """What `place` decides of a region's operators, by the names of their nodes.
 
-    relays: values that several operators read -> the sharding in which they are moved once for all of them.
+    relays: values that several operators read -> the sharding in which they are moved once for all of them. seconds:
+    what each operator computes on a mesh, kept with what it was worked out of (cost/operator_time.py).
     """
 
     strategies: Mapping[str, NodeStrategy]
     relays: Mapping[str, Sharding] = field(default_factory=dict)
+    seconds: list[tuple[object, object, dict[str, float]]] = field(default_factory=list, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

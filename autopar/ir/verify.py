@@ -8,6 +8,7 @@ import operator
 from collections import Counter
 
 from autopar.ir.collectives import COLLECTIVES
+from autopar.ir.op_call import name_of
 from autopar.ir.program import Phase, Program
 from autopar.ir.region import LoweredFunction, Region
 from autopar.ir.rings import sends_inside
@@ -126,7 +127,7 @@ def _annotated(region: Region) -> list[str]:
         return [f"{region.name} is not annotated"]
     found = []
     for node in region.graph.nodes:
-        if node.op == "call_function" and "getitem" not in str(node.target) and node.name not in region.ops:
+        if node.op == "call_function" and "getitem" not in name_of(node.target) and node.name not in region.ops:
             found.append(f"{region.name}.{node.name} has no sharding rule")
     for name, (call, rule) in region.ops.items():
         if len(rule.operands) != len(call.operands) or len(rule.results) != len(call.results):

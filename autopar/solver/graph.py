@@ -75,13 +75,14 @@ def from_problem(problem: AssignmentProblem, usages: Sequence[tuple[Usage, ...]]
 
 def restrict(graph: Graph, alive: Sequence[BoolArray]) -> Graph:
     """The graph with only the choices in `alive` (at least one a node)."""
-    if all(mask.all() for mask in alive):
+    whole = [bool(mask.all()) for mask in alive]
+    if all(whole):
         return graph
     kept = [np.flatnonzero(mask) for mask in alive]
     return Graph(
         tuple(costs[keep] for costs, keep in zip(graph.costs, kept, strict=True)),
         tuple(
-            e if alive[e.u].all() and alive[e.v].all() else _reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]])
+            e if whole[e.u] and whole[e.v] else _reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]])
             for e in graph.edges
         ),
         tuple(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,7 @@ USAGE_TOLERANCE = 1e-9
 """Relative slack on the limit within which a choice counts as fitting (sums of float64 are not exact)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Memory that a node holds during [start, end) on an integer timeline: `bytes[i]` under its choice i."""
 
     start: int
@@ -44,9 +43,11 @@ class Node:
     usages: tuple[Usage, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """A cost between two nodes: choice i of u and j of v together cost `costs[u_class[i], v_class[j]]` seconds."""
+class Edge(NamedTuple):
+    """A cost between two nodes: choice i of u and j of v together cost `costs[u_class[i], v_class[j]]` seconds.
+
+    A tuple, as graphs of thousands are made anew by every step of presolving.
+    """
 
     u: int
     v: int

@@ -88,11 +88,19 @@ def refusal(
 
 
 def _is_at_attention(program: Program, built: PlacementProblem, domains: Domains) -> bool:
-    """Whether attention, or what it reads and gives, takes part in what left a node of the problem without a choice."""
-    edges = built.problem.edges
-    blamed = {end for index in needed(edges, domains) for end in (edges[index].u, edges[index].v)} | {domains.empty}
+    """Whether attention, or what it reads and gives, is needed to leave a node of the problem without a choice: without
+    its edges none is.
+    """
     near = {region.name: values_of_attention(region) for region in program.regions if region.module}
     places = [*built.operators.items(), *built.relays.items()]
-    return any(
-        index in blamed and name.partition(".")[0] in near.get(region, ()) for (region, name), (index, _) in places
-    )
+    there = {index for (region, name), (index, _) in places if name.partition(".")[0] in near.get(region, ())}
+    edges = built.problem.edges
+    blamed = {end for index in needed(edges, domains) for end in (edges[index].u, edges[index].v)} | {domains.empty}
+    if there.isdisjoint(blamed):
+        return False
+    alive = [
+        np.ones(len(node.costs), dtype=bool) if index in there else np.isfinite(node.costs)
+        for index, node in enumerate(built.problem.nodes)
+    ]
+    others = [edge for edge in edges if edge.u not in there and edge.v not in there]
+    return propagate(alive, others).empty is None

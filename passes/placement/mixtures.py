@@ -14,6 +14,7 @@ from autopar.cost.exchanges import exchange_axis
 from autopar.ir.choices import Choice
 from autopar.ir.classes import Key, value_name
 from autopar.ir.graphs import operands_of, placeholders
+from autopar.ir.op_call import name_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.machine.mesh import Mesh
@@ -37,7 +38,7 @@ _LAYING = (
 
 def is_experts(node: fx.Node) -> bool:
     """Whether a node is a layer of experts, or its gradient."""
-    return str(node.target).startswith("autopar.experts")
+    return name_of(node.target).startswith("autopar.experts")
 
 
 def has_experts(program: Program) -> bool:
@@ -131,7 +132,7 @@ def _laid(region: Region) -> tuple[frozenset[fx.Node], frozenset[str]]:
     slots = frozenset(placeholders(region.graph, len(region.slots)))
     holders, values = set[fx.Node](), set[fx.Node]()
     for node in filter(is_experts, region.graph.nodes):
-        is_grad = str(node.target).startswith("autopar.experts_grad")
+        is_grad = name_of(node.target).startswith("autopar.experts_grad")
         for place, operand in enumerate(operands_of(node)[4 if is_grad else 3 :]):
             made = _made_of(operand)
             if not made & slots or any(each.op == "placeholder" and each not in slots for each in made):

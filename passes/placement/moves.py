@@ -66,20 +66,27 @@ class Moves:
         self._lists: dict[tuple[Sharding, ...], int] = {}
         self._numbers: list[np.ndarray] = []
         self._tables: dict[tuple[int, int], _Table] = {}
-        self._answers: dict[tuple[float, tuple[int, ...], int, int], np.ndarray] = {}
+        self._answers: dict[tuple[float, tuple[int, ...], int, int], tuple[np.ndarray, bool]] = {}
         self._answer_cells = 0
 
     def seconds(
         self, num_bytes: float, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], allowed: Sequence[int]
     ) -> np.ndarray:
-        """[sources, targets]: infinite where impossible, or where an axis may not use a collective (bits: allowed).
+        """[sources, targets]: infinite where impossible, or where an axis may not use a collective (bits: allowed). Not
+        to be written to.
+        """
+        return self.answer(num_bytes, sources, targets, allowed)[0]
 
-        Blocks that are alike ask again and again: what was answered is kept. Not to be written to.
+    def answer(
+        self, num_bytes: float, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], allowed: Sequence[int]
+    ) -> tuple[np.ndarray, bool]:
+        """As `seconds`, and whether any move takes time. Blocks that are alike ask again and again: what was answered
+        is kept.
         """
         key = (self._listed(sources), self._listed(targets))
         asked = (num_bytes, tuple(allowed), *key)
-        found = self._answers.get(asked)
-        if found is None:
+        known = self._answers.get(asked)
+        if known is None:
             if key not in self._tables:
                 self._tables[key] = self._patterns.table(self._numbers[key[0]], self._numbers[key[1]])
             table = self._tables[key]
@@ -88,9 +95,9 @@ class Moves:
             if len(self._answers) >= MAX_ANSWERS or self._answer_cells >= MAX_ANSWER_CELLS:
                 self._answers.clear()
                 self._answer_cells = 0
-            self._answers[asked] = found
+            known = self._answers[asked] = found, bool(found.any())
             self._answer_cells += found.size
-        return found
+        return known
 
     def _listed(self, layouts: tuple[Sharding, ...]) -> int:
         """The number of a list."""
@@ -336,5 +343,17 @@ class Redistribution:
         self, type_: TensorType, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], *, free: bool = False
     ) -> np.ndarray:
         """[sources, targets] of seconds."""
+        return self._asked(type_, sources, targets, free=free)[0]
+
+    def costing(
+        self, type_: TensorType, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], *, free: bool = False
+    ) -> np.ndarray | None:
+        """As `matrix`; None where nothing takes any time."""
+        found, is_any = self._asked(type_, sources, targets, free=free)
+        return found if is_any else None
+
+    def _asked(
+        self, type_: TensorType, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], *, free: bool
+    ) -> tuple[np.ndarray, bool]:
         allowed = self._any if free else self._allowed if type_.is_float else self._allowed_indices
-        return self._moves.seconds(type_.num_bytes, sources, targets, allowed)
+        return self._moves.answer(type_.num_bytes, sources, targets, allowed)

@@ -110,9 +110,11 @@ class Parts:
         price: float = 1.0,
     ) -> None:
         """costs: what the moves between the two may be; None: anything, in buckets. price: what a second counts."""
-        matrix = (costs or self.bucketed).matrix(type_, sources.distinct, targets.distinct, free=costs is None)
-        if matrix.any():
-            self.edges.append(Edge(u, v, sources.number, targets.number, matrix * times * price))
+        matrix = (costs or self.bucketed).costing(type_, sources.distinct, targets.distinct, free=costs is None)
+        if matrix is not None:
+            seconds = matrix * times
+            seconds = seconds if price == 1.0 else seconds * price
+            self.edges.append(Edge(u, v, sources.number, targets.number, seconds))
 
     def _port_type(self, key: Key) -> tuple[Region, TensorType]:
         region = self.program.region(key[1])

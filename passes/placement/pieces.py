@@ -9,6 +9,7 @@ from torch import fx
 from autopar.base.errors import AutoparError
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys
 from autopar.ir.graphs import operands_of
+from autopar.ir.op_call import name_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.mesh import Mesh
@@ -20,7 +21,7 @@ _KEYS = 2
 
 def factor_of_pieces(node: fx.Node) -> str | None:
     """The factor of an operator's rule that is split where a cache is in pieces; None for operators that know none."""
-    name = str(node.target)
+    name = name_of(node.target)
     if name.startswith("autopar.attention_pieces"):
         return "p"
     return f"d{node.args[1]}" if name.startswith("autopar.write_piece") else None
@@ -28,7 +29,7 @@ def factor_of_pieces(node: fx.Node) -> str | None:
 
 def is_of_pieces(node: fx.Node) -> bool:
     """Whether a node gives what is merged over the ranks that have the pieces."""
-    return str(node.target).startswith(("autopar.attention_pieces", "autopar.pieces_"))
+    return name_of(node.target).startswith(("autopar.attention_pieces", "autopar.pieces_"))
 
 
 def lengths_in_pieces(program: Program, classes: Classes) -> dict[Key, int]:

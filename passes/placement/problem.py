@@ -26,6 +26,7 @@ from torch import fx
 from autopar.cost import exchanges, expert_kernels, rings
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
+from autopar.ir.op_call import name_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
 from autopar.ir.sharding import Sharding, replicated
@@ -114,7 +115,9 @@ class _Builder(ValueClasses, Parameters):
         costs = [times * seconds for seconds in options.seconds]
         usages = self._operator_usages(region, node, options, self.program.saved_copies(region.name))
         label = f"{region.name}.{node.name}"
-        index = self._node(label, costs, usages, f"{label} = {node.target} ({region.origins.get(node.name, '')})")
+        index = self._node(
+            label, costs, usages, f"{label} = {name_of(node.target)} ({region.origins.get(node.name, '')})"
+        )
         self.operators[(region.name, node.name)] = (index, strategies)
         for position, source in enumerate(operands_of(node)):
             gathers = (region.name, node.name) in self.gathered

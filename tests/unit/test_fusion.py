@@ -79,6 +79,21 @@ def test_nothing_is_fused_where_nothing_is_compiled() -> None:
     assert sum(region_seconds(only(compiled), compiled.mesh).values()) < sum(alone.values())
 
 
+def test_seconds_are_of_the_mesh_that_is_asked() -> None:
+    """Breaks if what several ask of one placement is kept for another device, or changes for who asks twice."""
+    program = planned(False)
+    region, mesh = only(program), program.on_mesh
+    other = Mesh(dict(mesh.axes), hardware="cpu")
+
+    def alone(on: Mesh) -> dict[str, float]:
+        return {name: operator_seconds(*region.ops[name], each, on) for name, each in region.strategies.items()}
+
+    region_seconds(region, mesh).clear()
+    for on in (mesh, other, mesh):
+        assert region_seconds(region, on) == alone(on)
+    assert alone(mesh) != alone(other)
+
+
 def _work(region: Region, name: str, mesh: Mesh) -> fusion.Work:
     from autopar.cost.local_work import local_work
 

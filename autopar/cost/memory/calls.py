@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost.accumulation import accumulation_seconds
 from autopar.cost.collectives import Collective, bucket_rows, phase_collectives
@@ -300,8 +300,8 @@ def _transfer_seconds(program: Program, region: Region, call: Call, which: str) 
 
 
 def _bucket_seconds(program: Program, which: str, bucket: Bucket, names: Sequence[str]) -> tuple[float, float]:
-    # In a step of two microbatches what is done for each use is done twice.
-    rows: Iterable[Collective] = bucket_rows(replace(program, microbatches=2), which, bucket, names, 1, "")
+    # What is done for each use is done twice: so it is told from what is done once.
+    rows: Iterable[Collective] = bucket_rows(program, which, bucket, names, 1, "", uses=2)
     each = once = 0.0
     for row in rows:
         if row.times == 1:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.errors import AutoparError
-from autopar.passes.functional import make_functional
+from autopar.base.torch_compat import tracing
+from autopar.passes.functional import make_functional, written_apart
 
 
 class Net(nn.Module):
@@ -162,3 +163,75 @@ def test_a_name_that_torch_has_taken_is_said() -> None:
     mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
     with pytest.raises(AutoparError, match=r"'code'\. rename its modules, buffers"):
         autopar.plan(Coded(), mesh, example_inputs={"x": torch.randn(4, 4)}, strategy="ddp")
+
+
+class Largest(nn.Module):
+    """Rows that are the largest so far: torch's gradient of `maximum` writes into what it has just made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = x[:, 0]
+        for row in range(1, 4):
+            best = torch.maximum(best * 0.9, x[:, row])
+        return best.square().mean()
+
+
+def test_what_gradients_write_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if long recurrences are differentiated twice, or if what is written is another gradient."""
+    again: list[object] = []
+    monkeypatch.setattr(tracing, "functional", lambda *given, **more: again.append(given))
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    model = nn.Sequential(nn.Linear(8, 8), Largest())
+    plan = autopar.plan(model, mesh, example_inputs=(torch.randn(4, 4, 8),), strategy="ddp")
+    assert not again
+    assert "masked_fill_" not in plan.source
+    assert plan.verify().ok
+
+
+def _written_once(x: Tensor) -> Tensor:
+    return (x * 2).masked_fill_(x < 0, 0.0) + x
+
+
+def _kept_narrow(x: Tensor) -> Tensor:
+    return (x * 2).bfloat16().mul_(x)
+
+
+def _before_it_was_written(x: Tensor) -> Tensor:
+    y = x * 2
+    return y.sum() + y.add_(1)
+
+
+def _after_it_was_written(x: Tensor) -> Tensor:
+    y = x * 2
+    y.add_(1)
+    return y * 3
+
+
+def _seen_through_a_view(x: Tensor) -> Tensor:
+    y = x * 2
+    seen = y.view(-1)
+    y.add_(1)
+    return seen * 3
+
+
+def _handed_in(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [_written_once, _kept_narrow, _before_it_was_written, _after_it_was_written, _seen_through_a_view, _handed_in],
+    ids=lambda how: how.__name__,
+)
+def test_writes_of_a_recorded_graph(how: Callable[[Tensor], Tensor]) -> None:
+    """Breaks if what is read through a view, or is the caller's, is taken for a value of its own; if reads see another
+    time; or if what is written has another dtype than what it is written into.
+    """
+    module = tracing.make_fx(how, {}, [torch.randn(3, 4)])
+    plain = how not in (_seen_through_a_view, _handed_in)
+    assert written_apart(module.graph) is plain
+    assert any(map(tracing.is_mutable, module.graph.nodes)) is not plain
+    module.recompile()
+    x = torch.randn(3, 4)
+    found, wanted = module(x.clone()), how(x.clone())
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,8 @@ from autopar.passes import place as placing
 from autopar.passes.annotate import annotate
 from autopar.passes.place import place
 from autopar.passes.placement import conceding
+from autopar.solver.consistency import propagate
+from autopar.solver.problem import AssignmentProblem, Edge, Node
 from autopar.strategies.context import family_of
 from autopar.strategies.names import Strategy, resolve
 from autopar.strategies.request import Request
@@ -171,6 +175,31 @@ def test_whether_attention_takes_part_in_a_refusal(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(conceding, "values_of_attention", near)
         found.append(refused())
     assert found == [False, True]
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_attention_is_blamed_for_what_it_is_needed_for(needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if attention is blamed for a refusal that would be one without it, because its edges were met on the way;
+    or if it is not where nothing else leaves so little.
+    """
+    monkeypatch.setattr(conceding, "values_of_attention", lambda region: frozenset({"attention"}))
+    nodes = tuple(Node(name, np.zeros(2)) for name in ("attention", "next", "after", "norm", "conv"))
+    both = np.arange(2)
+    pairs = [
+        (0, 1, [[0, np.inf], [0, np.inf]]),  # attention leaves the next one its first choice alone
+        (1, 2, [[0, np.inf], [np.inf, 0]]),
+        (2, 4, [[np.inf, np.inf], [0, 0]]),  # a convolution leaves the one after it the second
+        *([] if needed else [(3, 1, [[0, np.inf], [0, np.inf]])]),  # as a norm does
+    ]
+    edges = tuple(Edge(u, v, both, both, np.array(costs, dtype=float)) for u, v, costs in pairs)
+    problem = AssignmentProblem(nodes, edges)
+    built: Any = SimpleNamespace(
+        problem=problem, relays={}, operators={("layer", node.name): (i, ()) for i, node in enumerate(nodes)}
+    )
+    layer: Any = SimpleNamespace(regions=(SimpleNamespace(name="layer", module="layers.*"),))
+    domains = propagate([np.ones(2, dtype=bool)] * len(nodes), edges)
+    assert domains.empty is not None
+    assert conceding._is_at_attention(layer, built, domains) is needed
 
 
 @pytest.mark.parametrize("tensor", [False, True])
