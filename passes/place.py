@@ -27,6 +27,7 @@ from autopar.passes.placement.gathers import Blocked, blocked_operators
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.passes.placement.unsplit import Unsplit
+from autopar.passes.placement.variants import Variants
 from autopar.solver.problem import AssignmentProblem, Solution
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
@@ -102,11 +103,12 @@ def place(
         raise refused
     limit = None if checks_limit else memory_limit_bytes
     plain, excluded = program, True
-    attempts = enumerate(concessions(program, strategies, pins, gathered, excused, reasons, hints))
+    variants = Variants(program, strategies, pins, overlap_price)
+    attempts = enumerate(concessions(variants, gathered, excused, reasons, hints))
     number, conceded = next(attempts)
     while True:
         program = replace(plain, notes=(*plain.notes, *conceded.notes))
-        built = build_problem(program, strategies, pins, limit, overlap_price, conceded.gathered, conceded.whole)
+        built = variants.problem(limit, conceded.gathered, conceded.whole)
         key = (tuple(strategies), limit, conceded)
         start = learnt.chosen.get(key) if learnt is not None else None
         given_s = time_limit_s or _seconds_for(built.problem) * (1.0 if start is None else AGAIN)

@@ -11,6 +11,8 @@ from autopar.solver.problem import AssignmentProblem, BoolArray, Edge, FloatArra
 
 _HASH = np.random.default_rng(0).integers(1, 2**63, 16_384, dtype=np.uint64)
 """Rows whose sums weighted by these (modulo 2**64) differ are not equal."""
+FEW_ROWS = 16
+"""Rows that are told apart by their bytes in less time than their sums take."""
 PARALLEL_GROWTH = 4
 """Parallel edges become one unless its matrix would have more than this many times their cells together."""
 
@@ -73,16 +75,20 @@ def from_problem(problem: AssignmentProblem, usages: Sequence[tuple[Usage, ...]]
     )
 
 
-def restrict(graph: Graph, alive: Sequence[BoolArray]) -> Graph:
-    """The graph with only the choices in `alive` (at least one a node)."""
+def restrict(graph: Graph, alive: Sequence[BoolArray], *, tidied: bool = False) -> Graph:
+    """The graph with only the choices in `alive` (at least one a node).
+
+    tidied: `tidy` follows, which leaves out the rows and columns of edges that no choice has any more.
+    """
     whole = [bool(mask.all()) for mask in alive]
     if all(whole):
         return graph
     kept = [np.flatnonzero(mask) for mask in alive]
+    narrow = _with_classes if tidied else _reclass
     return Graph(
         tuple(costs[keep] for costs, keep in zip(graph.costs, kept, strict=True)),
         tuple(
-            e if whole[e.u] and whole[e.v] else _reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]])
+            e if whole[e.u] and whole[e.v] else narrow(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]])
             for e in graph.edges
         ),
         tuple(
@@ -95,7 +101,9 @@ def restrict(graph: Graph, alive: Sequence[BoolArray]) -> Graph:
 
 
 def merge(graph: Graph, owners: Sequence[tuple[int, IntArray]]) -> Graph:
-    """The graph in which node w is gone wherever owners[w] = (v, table) with v != w: w chooses table[choice of v]."""
+    """The graph in which node w is gone wherever owners[w] = (v, table) with v != w: w chooses table[choice of v]. It
+    is yet to be tidied.
+    """
     roots = [w for w, (v, _) in enumerate(owners) if v == w]
     index = {v: i for i, v in enumerate(roots)}
     costs = [graph.costs[v].copy() for v in roots]
@@ -110,8 +118,7 @@ def merge(graph: Graph, owners: Sequence[tuple[int, IntArray]]) -> Graph:
     edges: list[Edge] = []
     for e in graph.edges:
         (u, u_table), (v, v_table) = owners[e.u], owners[e.v]
-        edge = Edge(index[u], index[v], e.u_class[u_table], e.v_class[v_table], e.costs)
-        edges.append(_reclass(edge, edge.u_class, edge.v_class))
+        edges.append(Edge(index[u], index[v], e.u_class[u_table], e.v_class[v_table], e.costs))
     lift = tuple((index[owners[node][0]], table[owners[node][1]]) for node, table in graph.lift)
     spans = tuple(tuple(Usage(s, t, size) for (s, t), size in sorted(spans.items())) for spans in usages)
     return Graph(tuple(costs), tuple(edges), spans, lift, graph.num_points)
@@ -164,6 +171,10 @@ def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray
     return joint[pairs], codes // width, codes % width
 
 
+def _with_classes(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
+    return Edge(edge.u, edge.v, u_class, v_class, edge.costs)
+
+
 def _reclass(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
     """`edge` with these classes for its ends, without the rows and columns that none of them uses."""
     costs = edge.costs
@@ -188,7 +199,7 @@ def _join_equal_classes(e: Edge) -> Edge:
 
 def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray] | None:
     """(the first of each set of equal rows, the set of each row); None where no two are equal."""
-    if matrix.dtype == np.float64 and matrix.shape[1] <= len(_HASH):
+    if len(matrix) > FEW_ROWS and matrix.dtype == np.float64 and matrix.shape[1] <= len(_HASH):
         hashes = matrix.view(np.uint64) @ _HASH[: matrix.shape[1]]
         if len(np.unique(hashes)) == len(hashes):
             return None

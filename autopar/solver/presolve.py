@@ -27,7 +27,7 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
     domains = _consistent(graph)
     if domains.empty is not None:
         return domains
-    graph = tidy(restrict(graph, domains.alive))
+    graph = tidy(restrict(graph, domains.alive, tidied=True))
     looked: Graph | None = None
     for _ in range(rounds):
         before = (sum(graph.num_choices), len(graph.edges))
@@ -36,14 +36,14 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
         domains = _consistent(graph)
         if domains.empty is not None:
             return domains
-        graph = tidy(restrict(graph, domains.alive), since=graph)
+        graph = tidy(restrict(graph, domains.alive, tidied=True), since=graph)
         looked, alive = graph, undominated(graph, since=looked, thorough=thorough)
-        graph = tidy(restrict(graph, alive), since=graph)
+        graph = tidy(restrict(graph, alive, tidied=True), since=graph)
         after = (sum(graph.num_choices), len(graph.edges))
         if all(new >= WORTH_REPEATING * old for new, old in zip(after, before, strict=True)):
             break
     domains = _consistent(graph)
-    return domains if domains.empty is not None else tidy(restrict(graph, domains.alive), since=graph)
+    return domains if domains.empty is not None else tidy(restrict(graph, domains.alive, tidied=True), since=graph)
 
 
 def _consistent(graph: Graph) -> Domains:

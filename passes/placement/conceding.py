@@ -22,6 +22,7 @@ from autopar.passes.placement.context import values_of_attention
 from autopar.passes.placement.gathers import Blocked, blocked_operators, notes_of
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.passes.placement.unsplit import Unsplit, notes_of_unsplit, unsplit_weights
+from autopar.passes.placement.variants import Variants
 from autopar.solver.consistency import Domains, needed, propagate
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import family_of, splits_sequence
@@ -29,9 +30,7 @@ from autopar.strategies.names import Pin
 
 
 def concessions(
-    program: Program,
-    strategies: Sequence[AxisStrategy],
-    pins: Sequence[Pin],
+    variants: Variants,
     gathered: Sequence[Blocked] | None,
     excused: Sequence[Unsplit] | None,
     reasons: bool,
@@ -40,6 +39,7 @@ def concessions(
     """Nothing, then what strategies may be let off, the least first; arguments as of `place`. What others of their
     family were let off comes before all.
     """
+    program, strategies = variants.program, variants.strategies
     known = learnt.conceded.get(family_of(strategies)) if learnt is not None else None
     if known is not None and known != Conceded():
         yield known
@@ -49,7 +49,7 @@ def concessions(
     notes = notes_of(blocked)
     if blocked:
         yield Conceded(at, (), notes)
-    unsplit = unsplit_weights(program, strategies, pins, blocked, reasons) if excused is None else excused
+    unsplit = unsplit_weights(variants, blocked, reasons) if excused is None else excused
     whole = tuple((each.name, each.axis) for each in unsplit)
     notes = (*notes, *notes_of_unsplit(program, unsplit))
     if unsplit:

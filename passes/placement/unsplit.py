@@ -22,11 +22,12 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Shard
 from autopar.passes.codes import part_of_weight
 from autopar.passes.placement.gathers import WHOLE, Blocked, line_of, operator_text
-from autopar.passes.placement.problem import PlacementProblem, build_problem
+from autopar.passes.placement.problem import PlacementProblem
+from autopar.passes.placement.variants import Variants
 from autopar.solver.problem import AssignmentProblem, Edge
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.names import Pin, describe
+from autopar.strategies.names import describe
 
 SECONDS = 6.0
 GAP = 1e-6
@@ -57,25 +58,19 @@ class Unsplit:
         return f"{between} allows no split of it over {over}"
 
 
-def unsplit_weights(
-    program: Program,
-    strategies: Sequence[AxisStrategy],
-    pins: Sequence[Pin] = (),
-    gathered: Sequence[Blocked] = (),
-    reasons: bool = True,
-) -> tuple[Unsplit, ...]:
+def unsplit_weights(variants: Variants, gathered: Sequence[Blocked] = (), reasons: bool = True) -> tuple[Unsplit, ...]:
     """The matrices that must stay whole for any placement of an annotated program to be, memory aside: as few elements
     as can be. None where nothing is in the way, or more than this.
 
-    pins, gathered: as of `place`. reasons: work out what blocks each.
+    gathered: as of `place`. reasons: work out what blocks each.
 
     Raises:
         AutoparError: the model has repeated blocks, and nothing of what is asked could be split.
     """
+    program, strategies = variants.program, variants.strategies
     if not tensor_axes(program, strategies):
         return ()
-    at = [(each.region, each.node) for each in gathered]
-    built = build_problem(program, strategies, pins, None, gathered=at, excused=None)
+    built = variants.free([(each.region, each.node) for each in gathered])
     asked = {root: slot for root, slot in built.slots.items() if any(slot.unmet)}
     sizes = {root: _elements(program, root, built) for root in asked}
     most = sum(sizes.values()) or 1

@@ -22,6 +22,7 @@ from autopar.passes.place import place
 from autopar.passes.placement.gathers import blocked_operators
 from autopar.passes.placement.problem import build_problem
 from autopar.passes.placement.unsplit import unsplit_weights
+from autopar.passes.placement.variants import Variants
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.price import price
 from autopar.solver.solve import minimum_peak
@@ -274,7 +275,7 @@ class Alternatives:
         """The annotated program placed with this sharding. Raises DoesNotFit, or AutoparError for a refused pin."""
         wanted = strategies or self.plan.strategies
         gathered = blocked_operators(program, wanted)  # not for what is constrained alone
-        excused = unsplit_weights(program, wanted, self.plan.pins, gathered)
+        excused = unsplit_weights(Variants(program, wanted, self.plan.pins), gathered)
         program, pins = self.constrained(program, sharding)
         priced = with_work_beside(program) if self.plan.solved.hides_exchanges else program
         return place(

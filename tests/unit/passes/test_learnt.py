@@ -21,7 +21,9 @@ from autopar.machine.mesh import Mesh
 from autopar.passes import place as placing
 from autopar.passes.annotate import annotate
 from autopar.passes.place import place
-from autopar.passes.placement import conceding
+from autopar.passes.placement import conceding, variants
+from autopar.passes.placement.problem import build_problem
+from autopar.passes.placement.variants import Variants
 from autopar.solver.consistency import propagate
 from autopar.solver.problem import AssignmentProblem, Edge, Node
 from autopar.strategies.context import family_of
@@ -108,6 +110,30 @@ def test_a_family_is_let_off_the_same(program: Program, monkeypatch: pytest.Monk
     assert len(found.notes) > len(program.notes)
 
 
+def test_what_differs_in_matrices_that_stay_whole_is_built_once(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if a problem is built for each set of matrices that may stay whole, or if what such a one allows is not
+    what it would allow by itself.
+    """
+    strategies, built = resolve({"dp": "zero3", "tp": "tensor"}, MESH), []
+    monkeypatch.setattr(variants, "build_problem", lambda *given: built.append(1) or build_problem(*given))
+    shared = Variants(program, strategies, ())
+    allowed = set()
+    for excused in ((), (("layers.0.odd.weight", 1),)):
+        own = build_problem(program, strategies, (), 1e9, 1.0, (), excused)
+        found = shared.problem(1e9, (), excused)
+        assert found.problem.usage_limit == 1e9
+        assert [node.name for node in found.problem.nodes] == [node.name for node in own.problem.nodes]
+        for root, slot in own.slots.items():
+            choices, costs = found.slots[root].choices, found.problem.nodes[found.slots[root].node].costs
+            assert [c for c, cost in zip(choices, costs, strict=True) if np.isfinite(cost)] == slot.choices
+            assert np.array_equal(costs[np.isfinite(costs)], own.problem.nodes[slot.node].costs)
+        allowed.add(sum(int(np.isfinite(node.costs).sum()) for node in found.problem.nodes))
+    assert len(built) == 1
+    assert len(allowed) == 2
+
+
 def test_who_was_let_off_nothing_is_asked_for_nothing(program: Program) -> None:
     """Breaks if another family's concessions are taken, or if they are where a user asked by name."""
     learnt = Learnt()
@@ -136,7 +162,7 @@ def test_what_was_too_little_is_found_out(program: Program) -> None:
 def test_what_splits_the_sequence_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if each strategy of its kind is let off one thing after the other before it is refused."""
     program, learnt, built = annotated(Blocks(pixels=True)), Learnt(), []
-    for module in (placing, conceding):
+    for module in (variants, conceding):
         real = module.build_problem
         monkeypatch.setattr(
             module, "build_problem", lambda *given, real=real, **more: built.append(1) or real(*given, **more)
@@ -210,8 +236,8 @@ def test_parameters_alone_are_placed_for_less(tensor: bool, program: Program, mo
     learnt, built = Learnt(), []
     first = put(program, {"dp": "ddp", "tp": "tensor"} if tensor else "ddp", learnt)
     strategy: Strategy = {"dp": "zero3", "tp": "tensor"} if tensor else "zero3"
-    real = placing.build_problem
-    monkeypatch.setattr(placing, "build_problem", lambda *given: built.append(real(*given)) or built[-1])
+    real = variants.build_problem
+    monkeypatch.setattr(variants, "build_problem", lambda *given: built.append(real(*given)) or built[-1])
     found = put(program, strategy, learnt, alike=first)
     (own,) = built
     built.clear()
