@@ -380,10 +380,11 @@ def run(
     for number, step in enumerate(passes):
         if progress is not None:
             progress(step.name, number, len(passes))
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, before = time.perf_counter(), time.process_time(), program
         program = step.apply(program, attempt)
         times.append(PassTime(step.name, time.perf_counter() - wall, time.process_time() - cpu))
-        check_program(program, after=step.name)
+        if program is not before or step is passes[-1]:  # what a pass leaves as it was has been checked
+            check_program(program, after=step.name)
         if settings.dump_dir is not None:
             _dump(Path(settings.dump_dir), first + number, step.name, program)
     assert program is not None

@@ -92,7 +92,7 @@ def place(
                 narrowed(program, alike), strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes,
                 gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False, checks_limit=checks_limit,
                 overlap_price=overlap_price, gathered=blocked, excused=(), reasons=reasons,
-                learnt=None if hints is None else Learnt(dict(hints.conceded)),
+                learnt=None if hints is None else Learnt(dict(hints.conceded), facts=hints.facts),
             )  # fmt: skip
             # Who asks what else an operator could do gets all of it.
             return placed.with_regions(
@@ -103,7 +103,7 @@ def place(
         raise refused
     limit = None if checks_limit else memory_limit_bytes
     plain, excluded = program, True
-    variants = Variants(program, strategies, pins, overlap_price)
+    variants = Variants(program, strategies, pins, overlap_price, learnt.facts if learnt is not None else None)
     attempts = enumerate(concessions(variants, gathered, excused, reasons, hints))
     number, conceded = next(attempts)
     while True:

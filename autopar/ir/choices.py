@@ -348,6 +348,8 @@ def localize(
 
     Tensor arguments (whatever stands for them) are passed through. Linear and unsplit axes change nothing.
     """
+    if not (rule.shape_args or rule.size_args or rule.offset_args or rule.position_args or rule.starts_args):
+        return tuple(args), dict(kwargs)
     local = local_sizes(rule, choices, sizes)
     joints = _joints(rule)
     split = {choice.factor for choice in choices if choice.factor is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.ir.region import Bucket
 from autopar.ir.sharding import Sharding
@@ -74,12 +75,14 @@ class Learnt:
     conceded: what strategies that are only compared were let off, by what they do with values
     (`strategies.context.family_of`). refused: those of them that split the sequence and could not be had, here or of
     the same model prepared for others. chosen: the solver's choices where it had too little time, by the strategies,
-    the memory limit, and what was conceded: other prices of the same problem are searched from there.
+    the memory limit, and what was conceded: other prices of the same problem are searched from there. facts: what
+    problems of the program have alike, whatever the strategies (placement/parts.py).
     """
 
     conceded: dict[tuple[str, ...], Conceded] = field(default_factory=dict)
     refused: list[tuple[str, ...]] = field(default_factory=list)
     chosen: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
+    facts: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,10 +69,12 @@ class AssignmentProblem:
 
     def __post_init__(self) -> None:
         bad = _is_bad([*(node.costs for node in self.nodes), *(edge.costs for edge in self.edges)])
+        odd = _is_odd([usage.bytes for node in self.nodes for usage in node.usages])
         for index, node in enumerate(self.nodes):
-            _check_node(index, node, bad)
+            _check_node(index, node, bad, odd)
+        ranges: dict[int, tuple[int, int]] = {}
         for index, edge in enumerate(self.edges):
-            _check_edge(index, edge, self.nodes, bad)
+            _check_edge(index, edge, self.nodes, bad, ranges)
         if self.usage_limit is not None and not self.usage_limit >= 0:
             raise ValueError(f"usage_limit must be a number of bytes >= 0, not {self.usage_limit}")
 
@@ -165,7 +167,13 @@ def _is_bad(costs: Sequence[FloatArray]) -> bool:
     return not least > -np.inf  # of numbers with a NaN the least is one
 
 
-def _check_node(index: int, node: Node, bad: bool) -> None:
+def _is_odd(sizes: Sequence[FloatArray]) -> bool:
+    """Whether some bytes are negative or not finite."""
+    together = np.concatenate([each.ravel() for each in sizes]) if sizes else np.zeros(0)
+    return not (together.min(initial=0.0) >= 0 and together.max(initial=0.0) < np.inf)
+
+
+def _check_node(index: int, node: Node, bad: bool, odd: bool) -> None:
     where = f"node {index} ({node.name!r})"
     if node.costs.ndim != 1 or len(node.costs) == 0:
         raise ValueError(
@@ -178,11 +186,12 @@ def _check_node(index: int, node: Node, bad: bool) -> None:
             raise ValueError(f"{where}: usage of shape {usage.bytes.shape}, but {len(node.costs)} choices")
         if usage.end < usage.start:
             raise ValueError(f"{where}: usage ends at {usage.end} before it starts at {usage.start}")
-        if not ((usage.bytes >= 0) & np.isfinite(usage.bytes)).all():
+        if odd and not ((usage.bytes >= 0) & np.isfinite(usage.bytes)).all():
             raise ValueError(f"{where}: usage bytes must be finite and >= 0")
 
 
-def _check_edge(index: int, edge: Edge, nodes: tuple[Node, ...], bad: bool) -> None:
+def _check_edge(index: int, edge: Edge, nodes: tuple[Node, ...], bad: bool, ranges: dict[int, tuple[int, int]]) -> None:
+    """ranges: the least and the largest of the classes that were looked at, by the array's id: edges share many."""
     where = f"edge {index} ({edge.u}-{edge.v})"
     if not (0 <= edge.u < len(nodes) and 0 <= edge.v < len(nodes)):
         raise ValueError(f"{where}: there are {len(nodes)} nodes")
@@ -190,7 +199,10 @@ def _check_edge(index: int, edge: Edge, nodes: tuple[Node, ...], bad: bool) -> N
     for classes, end, side in ends:
         if classes.shape != nodes[end].costs.shape:
             raise ValueError(f"{where}: {classes.shape} classes for the {nodes[end].costs.shape} choices of node {end}")
-        if edge.costs.ndim != 2 or classes.min() < 0 or classes.max() >= edge.costs.shape[side]:
+        if id(classes) not in ranges:
+            ranges[id(classes)] = int(classes.min()), int(classes.max())
+        least, most = ranges[id(classes)]
+        if edge.costs.ndim != 2 or least < 0 or most >= edge.costs.shape[side]:
             raise ValueError(f"{where}: classes of node {end} do not index costs of shape {edge.costs.shape}")
     if bad and (np.isnan(edge.costs).any() or (edge.costs == -np.inf).any()):
         raise ValueError(f"{where}: costs must be finite or +inf")

@@ -76,7 +76,7 @@ def refusal(
     if not any(map(splits_sequence, strategies)):
         return None
     most = _around(program, blocked_operators(program, strategies))
-    built = build_problem(program, strategies, pins, None, gathered=most, excused=None)
+    built = build_problem(program, strategies, pins, None, gathered=most, excused=None, facts=learnt.facts)
     alive = [np.isfinite(node.costs) for node in built.problem.nodes]
     domains = propagate(alive, built.problem.edges)
     if domains.empty is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
 from autopar.base.errors import AutoparError
-from autopar.ir.classes import Key, value_classes
+from autopar.ir.classes import Classes, Key, value_classes
 from autopar.ir.graphs import is_view, placeholders
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
@@ -43,7 +44,7 @@ class Slot:
 
 class Parts:
     """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`; overlap_price,
-    gathered, excused: of `build_problem`.
+    gathered, excused, facts: of `build_problem`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Parts:
         overlap_price: float = 1.0,
         gathered: frozenset[tuple[str, str]] = frozenset(),
         excused: frozenset[tuple[str, int]] | None = frozenset(),
+        facts: dict[tuple[str, ...], Any] | None = None,
     ) -> None:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, Pins(pins)
         # In a pipeline what is moved once a step is waited for.
@@ -71,8 +73,9 @@ class Parts:
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
         # of one bucket many times.
         self.bucketed = Redistribution(mesh, [strategy.collectives for strategy in strategies], latency=False)
-        self.known = value_classes(program)
-        self.timeline = Timeline.of(program)
+        self.facts: dict[tuple[str, ...], Any] = {} if facts is None else facts
+        self.known: Classes = self._fact(("classes",), lambda: value_classes(program))
+        self.timeline: Timeline = self._fact(("timeline",), lambda: Timeline.of(program))
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
         self.descriptions: list[str] = []
@@ -87,11 +90,17 @@ class Parts:
         self.near_attention: dict[str, frozenset[str]] = {}
         self.keys: dict[str, dict[fx.Node, Key]] = {}
         self._holders: dict[str, list[fx.Node]] = {}
-        self.aliases = {
-            node for region in program.regions for node in region.graph.nodes
-            if node.name in region.ops and region.ops[node.name][1].alias
-        }  # fmt: skip
-        self.kept_views = {node: region.forward_nodes for region in program.regions for node in _kept_views(region)}
+        self.aliases: set[fx.Node] = self._fact(("aliases",), lambda: _aliases(program))
+        self.kept_views: dict[fx.Node, frozenset[str]] = self._fact(
+            ("kept views",),
+            lambda: {node: region.forward_nodes for region in program.regions for node in _kept_views(region)},
+        )
+
+    def _fact(self, name: tuple[str, ...], make: Callable[[], Any]) -> Any:
+        """What does not depend on strategies: the same object for all problems of the program."""
+        if name not in self.facts:
+            self.facts[name] = make()
+        return self.facts[name]
 
     def _node(self, name: str, costs: Sequence[float] | np.ndarray, usages: Sequence[Usage], description: str) -> int:
         self.nodes.append(Node(name, np.array(costs, dtype=float), tuple(usages)))
@@ -176,6 +185,13 @@ class Parts:
             kept = self.kept_views.get(user)  # the backward reads the view, not what it is a view of
             found += [user, *(each for each in users if kept is None or each.name in kept)]
         return found
+
+
+def _aliases(program: Program) -> set[fx.Node]:
+    return {
+        node for region in program.regions for node in region.graph.nodes
+        if node.name in region.ops and region.ops[node.name][1].alias
+    }  # fmt: skip
 
 
 def _kept_views(region: Region) -> list[fx.Node]:

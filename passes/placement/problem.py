@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -71,13 +72,14 @@ def build_problem(
     overlap_price: float = 1.0,
     gathered: Collection[tuple[str, str]] = (),
     excused: Collection[tuple[str, int]] | None = (),
+    facts: dict[tuple[str, ...], Any] | None = None,
 ) -> PlacementProblem:
     """The assignment problem of an annotated program.
 
     overlap_price: what a second of gathering parameters, or of reducing gradients, counts: 1 where it is waited for,
     less where it runs beside the compute. gathered: operators, by region and node, whose operands may be gathered
     whatever the strategies say. excused: weight matrices, by name and axis, that may stay whole on an axis whose
-    strategy splits such; None: all of them.
+    strategy splits such; None: all of them. facts: what problems of this program have alike; gets what is found out.
 
     Raises:
         AutoparError: an input or attention that a strategy must split and cannot, a pin that no layout
@@ -86,7 +88,7 @@ def build_problem(
     require_attention(program, strategies, program.on_mesh)
     builder = _Builder(
         program, program.on_mesh, strategies, pins, overlap_price, frozenset(gathered),
-        None if excused is None else frozenset(excused),
+        None if excused is None else frozenset(excused), facts,
     )  # fmt: skip
     return builder.build(memory_limit_bytes)
 
@@ -97,9 +99,11 @@ class _Builder(ValueClasses, Parameters):
         self._add_parameters()
         for region in self.program.regions:
             self._note_readers(region)
+            times = self.program.num_calls(region.name) * self.program.microbatches
+            copies = self.program.saved_copies(region.name)
             for node in region.graph.nodes:
                 if node.name in region.ops:
-                    self._add_operator(region, node)
+                    self._add_operator(region, node, times, copies)
             self._add_results(region)
         limit = memory_limit_bytes
         problem = AssignmentProblem(tuple(self.nodes), tuple(self.edges), limit)
@@ -107,26 +111,28 @@ class _Builder(ValueClasses, Parameters):
             problem, self.operators, self.classes, self.slots, self.relays, self.known, self.timeline, self.descriptions
         )
 
-    def _add_operator(self, region: Region, node: fx.Node) -> None:
+    def _add_operator(self, region: Region, node: fx.Node, times: int, copies: float) -> None:
+        """times: how often a step runs it; copies: how many of a value that its backward reads are held at once."""
         options = self.options[region.name, node.name]
         strategies = options.strategies
-        num_calls = self.program.num_calls(region.name)
-        times = num_calls * self.program.microbatches
         costs = [times * seconds for seconds in options.seconds]
-        usages = self._operator_usages(region, node, options, self.program.saved_copies(region.name))
+        usages = self._operator_usages(region, node, options, copies)
         label = f"{region.name}.{node.name}"
         index = self._node(
             label, costs, usages, f"{label} = {name_of(node.target)} ({region.origins.get(node.name, '')})"
         )
         self.operators[(region.name, node.name)] = (index, strategies)
-        for position, source in enumerate(operands_of(node)):
-            gathers = (region.name, node.name) in self.gathered
+        moves = self.gathering if (region.name, node.name) in self.gathered else None
+        specs = region.ops[node.name][0].operands
+        for position, (source, spec) in enumerate(zip(operands_of(node), specs, strict=True)):
             wanted = columns.operand(options, position)
-            self._connect(region, source, index, wanted, times, self.gathering if gathers else None)
+            self._connect(region, source, TensorType(spec.shape, spec.dtype), index, wanted, times, moves)
 
     def _options(self, region: Region, node: fx.Node) -> Options:
         """What the axes may do to an operator, as far as their strategies let them."""
         options = region.options[node.name]
+        if not name_of(node.target).startswith("autopar."):
+            return options  # strategies say nothing of torch's own
         given = (region, node, self.strategies, self.mesh)
         kept = mixtures.allowed(*given) if mixtures.is_experts(node) else allowed(*given)
         if kept is None:
@@ -137,18 +143,10 @@ class _Builder(ValueClasses, Parameters):
         call, rule = region.ops[node.name]
         if rule.alias:
             return []
-        end_of_forward = self.timeline.forward[region.name][1]
+        held = self._fact(("held", region.name, node.name), lambda: self._held(region, node, copies))
         sizes: dict[tuple[int, int], np.ndarray] = {}
-        for index, spec in enumerate(call.results):
-            if spec is None:
-                continue
-            life = self.timeline.lifetime(region, node, self._uses_of_result(node, index), copies)
-            crosses = node.name in region.forward_nodes and life.end > end_of_forward
-            if crosses and self._has_relay(region, node, index):
-                life = Lifetime(life.start, end_of_forward, 1)  # from there on the relay counts it
-            num_bytes = TensorType(spec.shape, spec.dtype).num_bytes * life.copies
+        for index, key, num_bytes in held:
             size = num_bytes / columns.result(options, index).pieces(self.sizes)
-            key = (life.start, life.end)
             sizes[key] = sizes.get(key, 0.0) + size
         if rule.pair is not None:
             now = self.timeline.position[(region.name, node.name)]
@@ -158,18 +156,33 @@ class _Builder(ValueClasses, Parameters):
             sizes[now, now + 1] = sizes.get((now, now + 1), 0.0) + buffers
         return [Usage(start, end, size) for (start, end), size in sizes.items()]
 
+    def _held(self, region: Region, node: fx.Node, copies: float) -> list[tuple[int, tuple[int, int], float]]:
+        """For each result of an operator that is a tensor: its number, from when to when it is held, and its bytes."""
+        end_of_forward = self.timeline.forward[region.name][1]
+        found = []
+        for index, spec in enumerate(region.ops[node.name][0].results):
+            if spec is None:
+                continue
+            life = self.timeline.lifetime(region, node, self._uses_of_result(node, index), copies)
+            crosses = node.name in region.forward_nodes and life.end > end_of_forward
+            if crosses and self._has_relay(region, node, index):
+                life = Lifetime(life.start, end_of_forward, 1)  # from there on the relay counts it
+            num_bytes = TensorType(spec.shape, spec.dtype).num_bytes * life.copies
+            found.append((index, (life.start, life.end), num_bytes))
+        return found
+
     def _add_results(self, region: Region) -> None:
         """Tie what a region returns to the layout of its class, or of its parameter's gradient."""
         output = next(node for node in region.graph.nodes if node.op == "output")
         num_calls = self.program.num_calls(region.name) * self.program.microbatches
         for value, key in zip(output.args[0], result_keys(region), strict=False):
-            root = self.known.of[key]
+            root, type_ = self.known.of[key], TensorType.of(value.meta["val"])
             if key[0] == "slot":
                 slot = self.slots[root]
                 # A hair dearer here than after the backward, so that reductions stand in the region's reduce function.
-                self._connect(region, value, slot.gradient, self._column_of(key), num_calls * 1.01)
+                self._connect(region, value, type_, slot.gradient, self._column_of(key), num_calls * 1.01)
             else:
-                self._connect(region, value, self.classes[root][0], self._column_of(key), num_calls)
+                self._connect(region, value, type_, self.classes[root][0], self._column_of(key), num_calls)
 
     def _note_readers(self, region: Region) -> None:
         """Which shardings every reader of a value may want it in."""
@@ -198,22 +211,22 @@ class _Builder(ValueClasses, Parameters):
         self,
         region: Region,
         source: fx.Node,
+        type_: TensorType,
         index: int,
         wanted: Column,
         times: float,
         moves: Redistribution | None = None,
     ) -> None:
-        """The edge from whatever makes `source`, or its relay, to the problem node that reads it as `wanted`. moves:
-        what may be moved for it, where that is not what its region may.
+        """The edge from whatever makes `source`, of this type, or from its relay, to the problem node that reads it as
+        `wanted`. moves: what may be moved for it, where that is not what its region may.
         """
-        type_ = TensorType.of(source.meta["val"])
         producer, _ = source_of(source)
         if producer.op == "placeholder" and self._key_of(region, producer)[0] == "seed":
             costs = self._costs_of(region, source).matrix(type_, (replicated(len(self.sizes)),), wanted.each)[0] * times
             node = self.nodes[index]
             self.nodes[index] = replace(node, costs=node.costs + costs)
             return
-        maker, layouts = self._relay(region, source, times) or self._maker(region, source)
+        maker, layouts = self._relay(region, source, type_, times) or self._maker(region, source)
         self._edge(maker, layouts, index, wanted, type_, times, moves or self._costs_of(region, source))
 
     def _costs_of(self, region: Region, source: fx.Node) -> Redistribution:
@@ -239,7 +252,7 @@ class _Builder(ValueClasses, Parameters):
         maker, _ = self.operators[(region.name, producer.name)]
         return maker, columns.result(self.options[region.name, producer.name], result)
 
-    def _relay(self, region: Region, source: fx.Node, times: float) -> tuple[int, Column] | None:
+    def _relay(self, region: Region, source: fx.Node, type_: TensorType, times: float) -> tuple[int, Column] | None:
         """The node through which all readers of a value read it, where there are several and they may differ."""
         key = (region.name, value_name(source))
         if key in self.relays:
@@ -248,10 +261,9 @@ class _Builder(ValueClasses, Parameters):
             return None
         layouts = tuple(dict.fromkeys(layout for each in self.wanted[key] for layout in each.distinct))
         column = self.columns["relay", key] = Column(layouts)
-        type_ = TensorType.of(source.meta["val"])
         # A hair dearer where it is larger: of equal plans the one that keeps less.
         costs = 1e-18 * type_.num_bytes / column.pieces(self.sizes)
-        usages = self._relay_usages(region, source, column)
+        usages = self._relay_usages(region, source, type_, column)
         label = f"{region.name}.{key[1]}"
         index = self._node(f"relay:{label}", costs, usages, f"{label} as its readers want it")
         self.relays[key] = (index, layouts)
@@ -267,7 +279,7 @@ class _Builder(ValueClasses, Parameters):
         name = f"{producer.name}.{index}" if index else producer.name
         return len(self.wanted.get((region.name, name), [])) > 1
 
-    def _relay_usages(self, region: Region, source: fx.Node, layouts: Column) -> list[Usage]:
+    def _relay_usages(self, region: Region, source: fx.Node, type_: TensorType, layouts: Column) -> list[Usage]:
         """A value that the backward reads is kept as the relay has it, from the end of its forward on."""
         producer, index = source_of(source)
         if producer.op == "placeholder":
@@ -279,8 +291,7 @@ class _Builder(ValueClasses, Parameters):
         end_of_forward = self.timeline.forward[region.name][1]
         if producer.name not in region.forward_nodes or life.end <= end_of_forward:
             return []
-        num_bytes = TensorType.of(source.meta["val"]).num_bytes
-        size = num_bytes / layouts.pieces(self.sizes)
+        size = type_.num_bytes / layouts.pieces(self.sizes)
         return [Usage(end_of_forward, life.end, size * life.copies)]
 
     def _key_of(self, region: Region, node: fx.Node) -> Key:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,18 @@ from autopar.strategies.names import Pin
 
 
 class Variants:
-    """The problems of a program under these strategies and pins. overlap_price: as of `build_problem`."""
+    """The problems of a program under these strategies and pins. overlap_price, facts: as of `build_problem`."""
 
     def __init__(
-        self, program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin], overlap_price: float = 1.0
+        self,
+        program: Program,
+        strategies: Sequence[AxisStrategy],
+        pins: Sequence[Pin],
+        overlap_price: float = 1.0,
+        facts: dict[tuple[str, ...], Any] | None = None,
     ) -> None:
         self.program, self.strategies, self.pins, self.overlap_price = program, strategies, pins, overlap_price
+        self.facts: dict[tuple[str, ...], Any] = {} if facts is None else facts
         self._free: dict[tuple[tuple[str, str], ...], PlacementProblem] = {}
         axes = [
             each for each, size in zip(strategies, program.on_mesh.sizes, strict=True)
@@ -64,7 +71,7 @@ class Variants:
         self, limit: float | None, gathered: Collection[tuple[str, str]], excused: Collection[tuple[str, int]] | None
     ) -> PlacementProblem:
         given = (self.program, self.strategies, self.pins, limit, self.overlap_price)
-        return build_problem(*given, gathered, excused)
+        return build_problem(*given, gathered, excused, self.facts)
 
 
 def _without(free: PlacementProblem, excused: frozenset[tuple[str, int]]) -> tuple[Node, ...] | None:

@@ -22,7 +22,9 @@ from autopar.passes import place as placing
 from autopar.passes.annotate import annotate
 from autopar.passes.place import place
 from autopar.passes.placement import conceding, variants
+from autopar.passes.placement.problem import _Builder as ProblemBuilder
 from autopar.passes.placement.problem import build_problem
+from autopar.passes.placement.timeline import Timeline
 from autopar.passes.placement.variants import Variants
 from autopar.solver.consistency import propagate
 from autopar.solver.problem import AssignmentProblem, Edge, Node
@@ -132,6 +134,26 @@ def test_what_differs_in_matrices_that_stay_whole_is_built_once(
         allowed.add(sum(int(np.isfinite(node.costs).sum()) for node in found.problem.nodes))
     assert len(built) == 1
     assert len(allowed) == 2
+
+
+def test_what_problems_of_a_program_have_alike_is_found_out_once(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if when values are held is worked out for each problem, or hangs on the strategies that asked first."""
+    facts: dict[tuple[str, ...], Any] = {}
+    build_problem(program, resolve("zero3", MESH), (), None, facts=facts)
+    asked = resolve({"dp": "ddp", "tp": "tensor"}, MESH)
+    own = build_problem(program, asked, (), None).problem
+    monkeypatch.setattr(Timeline, "lifetime", None)
+    monkeypatch.setattr(Timeline, "of", None)
+    monkeypatch.setattr(ProblemBuilder, "_relay_usages", lambda *given: [])
+    found = build_problem(program, asked, (), None, facts=facts).problem
+    for node, other in zip(found.nodes, own.nodes, strict=True):
+        assert node.name == other.name
+        assert np.array_equal(node.costs, other.costs)
+        if not node.name.startswith("relay:"):
+            assert [usage[:2] for usage in node.usages] == [usage[:2] for usage in other.usages]
+            assert all(np.array_equal(usage[2], same[2]) for usage, same in zip(node.usages, other.usages, strict=True))
 
 
 def test_who_was_let_off_nothing_is_asked_for_nothing(program: Program) -> None:
