@@ -53,7 +53,8 @@ def _as_auto(programs: Programs, tried: Tried, attempt: Attempt, best: PlanRecor
     assert best.program is not None
     annotated = programs.annotated(mode)
     priced = with_work_beside(annotated) if own.solved.hides_exchanges else annotated
-    problem = build_problem(priced, programs.asked.strategies, (), None, own.solved.overlap_price)
+    facts = programs.learnt(mode).facts
+    problem = build_problem(priced, programs.asked.strategies, (), None, own.solved.overlap_price, facts=facts)
     charged = objective_of(best.program, problem)
     more = "" if charged is None else f", which charges {_more(charged / own.solved.objective_s)} for them"
     less = 1 - best.cost.step_time_s / own.cost.step_time_s

@@ -87,11 +87,14 @@ class Programs:
         )  # fmt: skip
         if key in self._placed:
             return self._placed[key], ()
-        prepared = (attempt.rematerialize, attempt.spread)
-        attempt = replace(attempt, learnt=self._learnt.setdefault(prepared, Learnt(refused=self._refused)))
+        attempt = replace(attempt, learnt=self.learnt(attempt.rematerialize, attempt.spread))
         program, times = self._run(attempt, self.phases.place, self.annotated(attempt.rematerialize, attempt.spread))
         self._placed[key] = program
         return program, times
+
+    def learnt(self, mode: Mode, spread: Spread | None = None) -> Learnt:
+        """What placements of the annotated program tell of others on it."""
+        return self._learnt.setdefault((mode, spread), Learnt(refused=self._refused))
 
     def layouts(self, mode: Mode, placed_by: tuple[AxisStrategy, ...] | None = None) -> Program | None:
         """What named strategies place without recomputing and without a limit, for another mode to do alike; None where
