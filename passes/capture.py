@@ -143,10 +143,10 @@ def _with_repeated_blocks(
         try:
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
-            numbers = Numbers()
-            clone.forward = Ragged(numbers).within(clone.forward)
+            numbers, counted = Numbers(), CountedRows(chosen)
+            clone.forward = Ragged(numbers).within(counted.within(clone.forward))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                with numbers, seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen, CountedRows(chosen):
+                with numbers, seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen, counted:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -182,10 +182,11 @@ def _whole(
         mode, known = compat.fake_mode(), ByValue(values)
         usual = Usual(_measured(inputs), _marks(inputs), _held(model))
         clone = traced_copy(model, precision, mode)
+        numbers, counted = Numbers(), CountedRows(chosen, usual)
+        clone.forward = counted.within(clone.forward)
         clone.forward = _given(known, usual.guarding(clone))
-        numbers = Numbers()
         clone.forward = Ragged(numbers).within(clone.forward)
-        modes = (chosen, CountedRows(chosen, usual), usual, *((known,) if values else ()), Checked(usual))
+        modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual))
         try:
             exported = _export(clone, batch(mode), numbers, *modes)
         except AutoparError as error:

@@ -12,9 +12,7 @@ probability of 0, with which layers are left out. Every other branch on values i
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.passes.source import Span, asked_at, source_of, span
 from autopar.passes.substitutes import FUNCTIONS
 
 _READING: Mapping[Callable[..., Any], Callable[[Any], Any]] = {
@@ -41,7 +40,7 @@ _BELOW = {_aten.lt.Scalar: True, _aten.le.Scalar: True, _aten.ge.Scalar: False, 
 """What a comparison with a number that lies above all draws says; below all of them, the opposite."""
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
+LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
 """Folders of torch whose code checks what models hand in, as a model's own may."""
 _MOST_FRAMES = 64
 
@@ -183,7 +182,7 @@ def frame_of_model(frame: FrameType | None, own: bool = False) -> FrameType | No
         if frame is None:
             return None
         name = frame.f_code.co_filename
-        of_library = name.startswith(_LIBRARIES)
+        of_library = name.startswith(LIBRARIES)
         if (of_library and not own) or not (of_library or compat.is_tracer_file(name) or name == __file__):
             return frame
         frame = frame.f_back
@@ -192,13 +191,11 @@ def frame_of_model(frame: FrameType | None, own: bool = False) -> FrameType | No
 
 def passing(frame: FrameType) -> bool | None:
     """What the test that a frame is at has to give for a check to pass; None where it does not decide on a `raise`."""
-    try:
-        lines, first = inspect.getsourcelines(frame.f_code)
-        tree = ast.parse(text := textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
+    source = source_of(frame.f_code)
+    if source is None:
         return None
-    places = _asked_at(frame, first - 1, lines, text)
-    for node in ast.walk(tree):
+    places = asked_at(frame, source)
+    for node in ast.walk(source.tree):
         found = None
         if isinstance(node, ast.Assert):
             found = _wanted_of(node.test, True, places)
@@ -209,23 +206,7 @@ def passing(frame: FrameType) -> bool | None:
     return None
 
 
-_Span = tuple[int, int, int, int]
-
-
-def _asked_at(frame: FrameType, before: int, lines: Sequence[str], text: str) -> set[_Span]:
-    """Where the expression stands that a frame asks for: line, column, last line and column of its function's text. A
-    jump stands where its statement does, what gave its value right before it.
-    """
-    positions, at = list(frame.f_code.co_positions()), frame.f_lasti // 2
-    dedented = len(lines[0]) - len(text.splitlines(keepends=True)[0])
-    found = set()
-    for line, last, column, end in positions[max(at - 1, 0) : at + 1]:
-        if line is not None and last is not None and column is not None and end is not None:
-            found.add((line - max(before, 0), column - dedented, last - max(before, 0), end - dedented))
-    return found
-
-
-def _wanted_of(node: ast.expr, wanted: bool, places: set[_Span]) -> bool | None:
+def _wanted_of(node: ast.expr, wanted: bool, places: set[Span]) -> bool | None:
     """What the part of a test that stands at one of some places has to give for all of it to be what is wanted."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return _wanted_of(node.operand, not wanted, places)
@@ -233,13 +214,7 @@ def _wanted_of(node: ast.expr, wanted: bool, places: set[_Span]) -> bool | None:
     if isinstance(node, ast.Call) and _name(node.func) == "bool":
         parts = node.args
     found = [each for part in parts if (each := _wanted_of(part, wanted, places)) is not None]
-    return wanted if _span(node) in places else next(iter(found), None)
-
-
-def _span(node: ast.expr) -> _Span | None:
-    if node.end_lineno is None or node.end_col_offset is None:
-        return None
-    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+    return wanted if span(node) in places else next(iter(found), None)
 
 
 def _raises(body: Sequence[ast.stmt]) -> bool:

@@ -8,21 +8,24 @@
 
     if len(rows) > 0:                              a number, which would be another one: taken for granted, guarded
         losses.append(F.mse_loss(rows, target))        (`usual.py`)
+    if rows.shape[0] > capacity:                   what more is asked of a number: refused
+        rows = rows[:capacity]
 
-Python asks for numbers of rows, which are plain ones; so which test asks is read off the source, and so is what comes
-of what it leaves out. A round of a loop over what is marked (`chosen_loops.py`) always has rows.
+Sizes that Python asks for are `Count`s (`row_counts.py`), so it is told what is done with them. `len()` and `int()`
+make plain numbers: what they are used for is read off the source, and refused where that does not say it. What comes of
+what is left out is read off the source and off the graph (`no_rows.py`). A round of a loop over what is marked
+(`chosen_loops.py`) always has rows.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
+import functools
+import operator
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType, FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -30,25 +33,37 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
-from autopar.passes.checks import frame_of_model
-from autopar.passes.chosen import Chosen
-from autopar.passes.no_rows import flat, is_only_joined, is_read_first
+from autopar.base.torch_compat import tracing as compat
+from autopar.passes.checks import LIBRARIES
+from autopar.passes.chosen import FIRST, Chosen
+from autopar.passes.no_rows import Region, left_out, nodes_left, sizes_behind
+from autopar.passes.row_counts import Count
+from autopar.passes.source import Source, Span, asked_at, source_of, span
 from autopar.passes.usual import Usual
 
-_ASKING = {Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.size, Tensor.shape.__get__}  # type: ignore[attr-defined]
-_WRITING = frozenset({"index_add", "index_put", "index_copy", "scatter", "scatter_add", "masked_scatter"})
-"""Methods that write to rows, and leave the others as they are."""
-_JUMPS = (
-    ast.NamedExpr,
-    ast.Await,
-    ast.Yield,
-    ast.YieldFrom,
-    ast.Return,
-    ast.Break,
-    ast.Raise,
-    ast.Global,
-    ast.Nonlocal,
+_COUNTING = {Tensor.numel, Tensor.nelement}
+_SIZES = {Tensor.size, Tensor.shape.__get__}  # type: ignore[attr-defined]
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+_TURNED = {operator.lt: operator.gt, operator.gt: operator.lt, operator.le: operator.ge, operator.ge: operator.le}
+_WRITTEN_OUT = frozenset({"print", "str", "repr", "format", "debug", "info", "warning"})
+"""Functions and methods that only write a number down."""
+_SIZING = frozenset(
+    {"view", "reshape", "expand", "repeat", "unflatten", "new_zeros", "new_ones", "new_empty", "new_full"}
 )
+"""Methods of tensors that are told sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What is left out where a mask chooses nothing. rows: its number."""
+
+    region: Region
+    rows: int
+    mask: Tensor
+    line: str
 
 
 class CountedRows(TorchFunctionMode):
@@ -59,265 +74,234 @@ class CountedRows(TorchFunctionMode):
     def __init__(self, chosen: Chosen, usual: Usual | None = None) -> None:
         super().__init__()
         self.chosen, self.usual = chosen, usual
+        self._left: list[_Left] = []
+        self._is_on = False
+
+    def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that looks behind itself at what comes of what is left out where there are no rows."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._is_on = True
+            try:
+                found = forward(*args, **kwargs)
+            finally:
+                self._is_on = False
+            regions = nodes_left([left.region for left in self._left])
+            for left, own in zip(self._left, regions, strict=True):
+                sizes = sizes_behind(own, {}, with_numbers=False)
+                if sizes is None or not sizes <= {left.rows}:
+                    self._takes_rows(left.mask, left.line)
+            return found
+
+        return run
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func in _ASKING and self.chosen.loops.now is None and any(True for _ in self.chosen.known()):
-            self._asked(tuple(args[0].shape), sys._getframe(1))
+        if not self._is_on or not isinstance(found, int | tuple):
+            return found
+        if func in _SIZES:
+            if type(found) is int:
+                return self._count(found)
+            if isinstance(found, torch.Size):
+                return torch.Size([self._count(size) for size in found])
+        if func in _COUNTING:
+            rows = [size for size in args[0].shape if self._mask(size) is not None]
+            if len(rows) == 1 and type(found) is int and found:
+                return self._count(rows[0], found // rows[0])
+        if func is Tensor.__len__ and isinstance(count := self._count(found), Count):
+            self._becomes_plain(count, "len", sys._getframe(1))
         return found
 
-    def _asked(self, shape: tuple[int, ...], frame: FrameType) -> None:
-        masks = {rows: mask for mask, rows in self.chosen.known()}
-        counted = [dim for dim, size in enumerate(shape) if _is_of(size, masks)]
-        own = frame_of_model(frame) if counted else None
-        if own is not None:
-            for test in _tests_at(own):
-                self._look_at(test, own, shape, counted, masks)
+    def compared(self, count: Count, by: _By, other: Any, found: bool, frame: FrameType) -> bool:
+        """As `Asked`."""
+        if not self._is_asked(frame) or (other.plain if isinstance(other, Count) else other) == count.plain:
+            return found
+        source = source_of(frame.f_code)
+        test = _Test(set() if source is None else asked_at(frame, source), by, other)
+        return self._decided(count, test, found, source, frame)
 
-    def _look_at(
-        self, test: _Test, own: FrameType, shape: tuple[int, ...], counted: Sequence[int], masks: Mapping[int, Tensor]
+    def _decided(self, count: Count, test: _Test, found: bool, source: Source | None, frame: FrameType) -> bool:
+        by, other = test.by, test.other
+        line, is_equality = _line(frame), by in (operator.eq, operator.ne)
+        if not isinstance(other, Count) and count.rows is not None and count.most is not None:
+            none, some, all_of_them = by(0, other), by(count.plain // count.rows, other), by(count.most, other)
+            if none == some == all_of_them and not (is_equality and 0 < other < count.most):
+                return bool(none)
+            if none != some == all_of_them == found:
+                self._asks_for_some(count.rows, test.places, bool(none), source, frame)
+                return found
+        if not is_equality or self.usual is None:
+            raise _refused(line)
+        self.usual.takes_numbers(count.said() != (other.said() if isinstance(other, Count) else other), line)
+        return found
+
+    def escapes(self, count: Count, frame: FrameType) -> None:
+        """As `Asked`."""
+        if self._is_asked(frame):
+            self._becomes_plain(count, "int", frame)
+
+    def _is_asked(self, frame: FrameType) -> bool:
+        """Whether a model asks, not what traces it."""
+        return self._is_on and not _is_between(frame.f_code.co_filename)
+
+    def _mask(self, size: Any) -> Tensor | None:
+        """The mask that chooses so many rows. What torch itself does not know is not such a size."""
+        if type(size) is not int or size < FIRST:
+            return None
+        return next((mask for mask, rows in self.chosen.known() if rows == size), None)
+
+    def _count(self, size: Any, times: int = 1) -> Any:
+        """A size as Python is told it, so many times."""
+        mask = self._mask(size)
+        if mask is None:
+            return size
+        return Count.of(size * times, self, lambda: mask.sum() * times, size, mask.numel() * times)
+
+    def _asks_for_some(
+        self, rows: int, places: set[Span], empty: bool, source: Source | None, frame: FrameType
     ) -> None:
-        if test.dim is not None and test.dim % len(shape) not in counted:
+        """A test asks whether a mask chooses rows, which is `empty` where it chooses none."""
+        if self.chosen.loops.now is not None:
             return
-        asked = own.f_locals.get(test.of or "", None)
-        if test.of is not None and (not isinstance(asked, Tensor) or tuple(asked.shape) != shape):
-            return  # the line asks something else of this one
-        rows = {name for name, value in own.f_locals.items() if _holds_rows(value, masks)}
-        tensors = {name for name, value in own.f_locals.items() if isinstance(value, Tensor)}
-        if test.left is not None and _leaves_numbers(test.left, test.tree, tensors, rows):
-            return
-        line = f"{own.f_code.co_filename.rpartition('/')[2]}:{own.f_lineno}"
+        mask = self._mask(rows)
+        assert mask is not None
+        found = None if source is None else left_out(source, places, empty)
+        if found is None or found.same or not found.writes_tensors(frame.f_locals):
+            self._takes_rows(mask, _line(frame))
+        else:
+            region = Region(frame.f_code, found.lines, compat.count_recorded())
+            self._left.append(_Left(region, rows, mask, _line(frame)))
+
+    def _takes_rows(self, mask: Tensor, line: str) -> None:
         if self.usual is None:
-            raise AutoparError(
-                "forward() does something else where a mask chooses no rows, which values say", where=line,
-                remedy="do the same for any number of rows: sums over rows, and numbers from mask.sum()",
-            )  # fmt: skip
-        self.usual.takes_rows(masks[shape[counted[0]]], line)
+            raise _refused(line)
+        self.usual.takes_rows(mask, line)
+
+    def _becomes_plain(self, count: Count, function: str, frame: FrameType | None) -> None:
+        """`len(rows)`, or `int(n)`: what the source does with it.
+
+        Raises:
+            AutoparError: more than it says.
+        """
+        while frame is not None and _is_between(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename.startswith(LIBRARIES):
+            return  # torch's own layers mind no values
+        source = source_of(frame.f_code)
+        places = set() if source is None else asked_at(frame, source)
+        asked = [
+            node for node in (() if source is None else ast.walk(source.tree))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+            and span(node) in places
+        ]  # fmt: skip
+        if source is None or len(asked) != 1:
+            raise _refused(_line(frame))
+        for test in _uses(asked[0], source, frame, set()):
+            if test is None:
+                raise _refused(_line(frame))
+            found = bool(test.by(count.plain, test.other))
+            if self._decided(count, test, found, source, frame) != found:
+                raise _refused(_line(frame))
+
+
+_By = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Test:
-    """A test of whether there are rows. dim: whose size is asked for, None of all. of: the name of what is asked; None
-    of what has none. left: statements that are left out where there are none, and nothing else; None where it is more.
-    """
+    """A comparison of a number of rows with another one, and where it stands."""
 
-    tree: ast.AST
-    dim: int | None
-    of: str | None
-    left: tuple[ast.stmt, ...] | None
+    places: set[Span]
+    by: _By
+    other: Any
 
 
-def _is_of(size: Any, masks: Mapping[int, Tensor]) -> bool:
-    """Whether a size is the number of rows that a mask chooses; what torch itself does not know is not."""
-    return type(size) is int and size in masks
-
-
-def _holds_rows(value: Any, masks: Mapping[int, Tensor]) -> bool:
-    """Whether a value is of rows that a mask chooses, or a mask."""
-    return isinstance(value, Tensor) and (value.dtype == torch.bool or any(_is_of(size, masks) for size in value.shape))
-
-
-@lru_cache(maxsize=256)
-def _tree(code: CodeType) -> tuple[ast.AST, int] | None:
-    """The source of a function, and how many lines of its file are before it."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        return ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
-    except (OSError, SyntaxError):
-        return None
-
-
-def _tests_at(frame: FrameType) -> tuple[_Test, ...]:
-    """The tests at a frame's line that ask whether there are rows, or ask it of a number that the line gives a name."""
-    found = _tree(frame.f_code)
-    return () if found is None else _tests_in(found[0], frame.f_lineno - found[1])
-
-
-@lru_cache(maxsize=4096)
-def _tests_in(tree: ast.AST, at: int) -> tuple[_Test, ...]:
-    tests: list[_Test] = []
-    named: dict[str, _Asked] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.IfExp | ast.While) and _stands_at(node.test, at):
-            tests += (
-                _Test(tree, asked.dim, asked.of, _left_out(tree, node, asked.empty))
-                for asked in _asked_in(node.test, None)
-            )  # fmt: skip
-        if isinstance(node, ast.Assign) and _stands_at(node, at) and len(node.targets) == 1:
-            count = _count(node.value)
-            if isinstance(node.targets[0], ast.Name) and count is not None:
-                named[node.targets[0].id] = count
-    for node in ast.walk(tree) if named else ():
-        if isinstance(node, ast.If | ast.IfExp | ast.While):
-            tests += (
-                _Test(tree, count.dim, count.of, _left_out(tree, node, asked.empty))
-                for name, count in named.items()
-                for asked in _asked_in(node.test, name)
-            )  # fmt: skip
-    return tuple(tests)
-
-
-def _stands_at(node: ast.expr | ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or line)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is asked for: dim and of as of `_Test`. empty: whether the test is True where there are none; None where it
-    asks for other things, too.
-    """
-
-    dim: int | None
-    of: str | None
-    empty: bool | None = None
-
-
-def _count(value: ast.expr) -> _Asked | None:
-    """The number of rows, or of elements, that an expression is; None of other expressions."""
-    on: ast.expr | None = None
-    dim: int | None = None
-    if isinstance(value, ast.Call):
-        if isinstance(value.func, ast.Name) and value.func.id == "len" and len(value.args) == 1:
-            on, dim = value.args[0], 0
-        elif isinstance(value.func, ast.Attribute) and value.func.attr in ("numel", "nelement"):
-            on = value.func.value
-        elif isinstance(value.func, ast.Attribute) and value.func.attr == "size" and len(value.args) == 1:
-            on, dim = value.func.value, _plain(value.args[0])
-    elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Attribute) and value.value.attr == "shape":
-        on, dim = value.value.value, _plain(value.slice)
-    return None if on is None else _Asked(dim, on.id if isinstance(on, ast.Name) else None)
-
-
-def _plain(value: ast.expr) -> int | None:
-    try:
-        found = ast.literal_eval(value)
-    except ValueError:
-        return None
-    return found if isinstance(found, int) else None
-
-
-def _asked_in(test: ast.expr, name: str | None, alone: bool = True) -> Iterator[_Asked]:
-    """What a test, or a part of it, asks of numbers of rows (of a name, if one is given): whether they are 0."""
-    if isinstance(test, ast.BoolOp):
-        for each in test.values:
-            yield from _asked_in(each, name, alone=False)
-        return
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        for asked in _asked_in(test.operand, name, alone):
-            yield _Asked(asked.dim, asked.of, None if asked.empty is None else not asked.empty)
-        return
-    empty: bool | None = False
-    if isinstance(test, ast.Compare):
-        if len(test.ops) != 1:
-            return
-        one, other, operator = test.left, test.comparators[0], type(test.ops[0])
-        if isinstance(one, ast.Constant):
-            one, other, operator = other, one, _TURNED.get(operator, operator)
-        key = operator, other.value if isinstance(other, ast.Constant) else None
-        if key not in _EMPTY:
-            return
-        test, empty = one, _EMPTY[key]
-    if name is not None:
-        count = _Asked(None, name) if isinstance(test, ast.Name) and test.id == name else None
-    else:
-        count = _count(test)
-    if count is not None:
-        yield _Asked(count.dim, count.of, empty if alone else None)
-
-
-_TURNED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.Gt,
-    ast.Gt: ast.Lt,
-    ast.LtE: ast.GtE,
-    ast.GtE: ast.LtE,
-}
-_EMPTY: Mapping[tuple[type[ast.cmpop], Any], bool] = {
-    (ast.Eq, 0): True, (ast.LtE, 0): True, (ast.Lt, 1): True, (ast.NotEq, 0): False, (ast.Gt, 0): False,
-    (ast.GtE, 1): False,
-}  # fmt: skip
-"""Comparisons that ask whether there is any, and whether they are True where there is none."""
-
-
-def _left_out(tree: ast.AST, test: ast.If | ast.IfExp | ast.While, empty: bool | None) -> tuple[ast.stmt, ...] | None:
-    """The statements that are left out where there are no rows; None where something else is done then."""
-    if not isinstance(test, ast.If) or test.orelse or empty is None:
-        return None
-    skips = len(test.body) == 1 and isinstance(test.body[0], ast.Continue)
-    if skips != empty:
-        return None
-    if not skips:
-        return tuple(test.body)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.For) and test in node.body:
-            return tuple(node.body[node.body.index(test) + 1 :])
-    return None
-
-
-def _leaves_numbers(left: Sequence[ast.stmt], tree: ast.AST, tensors: set[str], rows: set[str]) -> bool:
-    """Whether nothing comes of statements where there are no rows, but what is written to rows, and rows that are put
-    together. tensors, rows: names of those.
-    """
-    inside = {id(node) for statement in left for node in ast.walk(statement)}
-    outside = [node for node in ast.walk(tree) if id(node) not in inside]
-    read = {node.id for node in outside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    own = {
-        node.id for statement in left for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }  # fmt: skip
-
-    def is_kept(name: str) -> bool:
-        return name in read or is_read_first(list(left), name)
-
-    def writes_rows(target: ast.expr) -> bool:
-        if isinstance(target, ast.Name):
-            return not is_kept(target.id)
-        if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
-            return False
-        if target.value.id in own:
-            return True
-        at = {node.id for node in ast.walk(target.slice) if isinstance(node, ast.Name)}
-        return target.value.id in tensors and bool(at & (rows - own))
-
-    for statement in left:
-        for node in ast.walk(statement):
-            if isinstance(node, _JUMPS):
-                return False
-            if isinstance(node, ast.Assign):
-                good = all(map(writes_rows, flat(node.targets))) or _is_written_of(node)
-            elif isinstance(node, ast.AugAssign):
-                good = writes_rows(node.target) and not (isinstance(node.target, ast.Name) and is_kept(node.target.id))
-            elif isinstance(node, ast.For):
-                good = all(map(writes_rows, flat([node.target])))
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                good = _call_writes_rows(node.value, outside, tensors | own)
-            else:
-                good = not isinstance(node, ast.Delete | ast.With | ast.Try | ast.While | ast.AnnAssign)
-            if not good:
-                return False
-    return True
-
-
-def _is_written_of(statement: ast.Assign) -> bool:
-    """`out = out.index_add(0, idx, rows)`."""
-    value, targets = statement.value, statement.targets
-    return (
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Attribute)
-        and value.func.attr.rstrip("_") in _WRITING
-        and isinstance(value.func.value, ast.Name)
-        and len(targets) == 1
-        and isinstance(targets[0], ast.Name)
-        and targets[0].id == value.func.value.id
+def _refused(line: str) -> AutoparError:
+    return AutoparError(
+        "forward() asks how many rows a mask chooses, and may do otherwise for other numbers, which values say",
+        where=line,
+        remedy="do the same for any number of rows: sums over rows, and numbers from mask.sum(); if there are none may "
+        "be asked for where it matters, if rows.shape[0] == 0",
     )
 
 
-def _call_writes_rows(call: ast.Call, outside: list[ast.AST], tensors: set[str]) -> bool:
-    """`out.index_add_(0, idx, rows)`, or `parts.append(rows)` of a list whose elements are only put together."""
-    if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _is_between(filename: str) -> bool:
+    """Whether a file is a tracer's, that calls functions of tensors for a model."""
+    return compat.is_tracer_file(filename) and not filename.startswith(("<", *LIBRARIES))
+
+
+def _uses(
+    node: ast.expr, source: Source, frame: FrameType, names: set[str], is_derived: bool = False
+) -> Iterator[_Test | None]:
+    """The tests that a plain number goes into, None where it may decide otherwise. names: that were looked at.
+    is_derived: whether it is another one by now, so that no test is known.
+    """
+    parent = source.parents[node]
+    if _is_test(node, source):
+        yield None if is_derived else _Test({span(node)}, operator.ne, 0)
+    elif isinstance(parent, ast.Compare):
+        yield None if is_derived else _comparison(node, parent)
+    elif isinstance(parent, ast.Call):
+        if not (node in parent.args and _minds_no_values(parent.func, frame)):
+            yield None
+    elif isinstance(parent, ast.Assign | ast.NamedExpr):
+        targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+        if len(targets) != 1 or not isinstance(targets[0], ast.Name):
+            yield None
+            return
+        name = targets[0].id
+        for each in ast.walk(source.tree) if name not in names else ():
+            if isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, ast.Load):
+                yield from _uses(each, source, frame, {*names, name}, is_derived)
+            elif isinstance(each, ast.Global | ast.Nonlocal) and name in each.names:
+                yield None
+        if isinstance(parent, ast.NamedExpr):
+            yield from _uses(parent, source, frame, {*names, name}, is_derived)
+    elif isinstance(parent, ast.BinOp | ast.Tuple | ast.List):
+        yield from _uses(parent, source, frame, names, is_derived=True)
+    elif not isinstance(parent, ast.FormattedValue | ast.Expr):
+        yield None
+
+
+def _is_test(node: ast.expr, source: Source) -> bool:
+    """Whether nothing but the truth of an expression counts."""
+    parent = source.parents[node]
+    if isinstance(parent, ast.BoolOp):
+        return _is_test(parent, source)
+    if isinstance(parent, ast.UnaryOp):
+        return isinstance(parent.op, ast.Not)
+    if isinstance(parent, ast.Call):
+        return isinstance(parent.func, ast.Name) and parent.func.id == "bool"
+    if isinstance(parent, ast.comprehension):
+        return node in parent.ifs
+    return isinstance(parent, ast.If | ast.While | ast.IfExp | ast.Assert) and node is parent.test
+
+
+def _comparison(node: ast.expr, parent: ast.Compare) -> _Test | None:
+    by = _COMPARISONS.get(type(parent.ops[0])) if len(parent.ops) == 1 else None
+    other = parent.comparators[0] if node is parent.left else parent.left
+    if by is None or not isinstance(other, ast.Constant) or type(other.value) is not int:
+        return None
+    return _Test({span(parent)}, by if node is parent.left else _TURNED.get(by, by), other.value)
+
+
+def _minds_no_values(function: ast.expr, frame: FrameType) -> bool:
+    """Whether a function writes a number down, or is torch's: in a program its numbers are seen."""
+    if isinstance(function, ast.Name):
+        return function.id in _WRITTEN_OUT
+    if not isinstance(function, ast.Attribute):
         return False
-    name, method = call.func.value.id, call.func.attr
-    if method == "append":
-        return is_only_joined(outside, name)
-    return name in tensors and method.endswith("_") and method.rstrip("_") in _WRITING
+    root: ast.expr = function.value
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    held = (frame.f_locals | frame.f_globals).get(root.id) if isinstance(root, ast.Name) else None
+    if isinstance(held, ModuleType):
+        return held.__name__.partition(".")[0] in ("torch", "logging")
+    return isinstance(held, Tensor) or function.attr in _WRITTEN_OUT | _SIZING

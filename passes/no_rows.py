@@ -14,10 +14,7 @@ rows) and off numbers of rows that are tried (a group is empty wherever the test
 from __future__ import annotations
 
 import ast
-import inspect
-import itertools
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -28,6 +25,18 @@ from torch import Tensor, fx
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.chosen import FIRST, SPREAD
 from autopar.passes.said import COPIES, shape_of
+from autopar.passes.source import (
+    Source,
+    Span,
+    asked_at,
+    flat,
+    is_only_joined,
+    is_read_first,
+    names_read,
+    outside_of,
+    source_of,
+    span,
+)
 from autopar.passes.tried import limit_of, places_tried
 
 _aten = torch.ops.aten
@@ -36,23 +45,23 @@ _EMPTY = {
 }  # fmt: skip
 _SOME = {(_aten.ne.Scalar, 0), (_aten.gt.Scalar, 0), (_aten.ge.Scalar, 1)}
 _PAIRS = {_aten.eq.Tensor: True, _aten.ne.Tensor: False, _aten.lt.Tensor: False, _aten.gt.Tensor: False}
-_COLLECTING = frozenset({"cat", "concat", "concatenate", "vstack", "row_stack"})
 _ADDING = (_aten.index_add.default, _aten.index_add_.default)
+_SUMS = (_aten.sum.dim_IntList, _aten.permute.default)
 _CHECK = _aten._assert_tensor_metadata.default
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
-    """What a test leaves out: the lines of a function, the asked value, whether nothing is there where that is True,
-    from which node on it was recorded, and numbers that have to be the same then.
-    """
+class Region:
+    """What a test leaves out: the lines of a function, from which node on it was recorded."""
 
     code: CodeType
     lines: tuple[int, int]
-    asked: fx.Node
-    empty: bool
     count: int
-    same: tuple[tuple[Any, Any], ...]
+
+    @property
+    def line(self) -> str:
+        """Where it begins."""
+        return f"{self.code.co_filename.rpartition('/')[2]}:{self.lines[0]}"
 
     def has(self, node: fx.Node) -> bool:
         """Whether a node was recorded in these lines."""
@@ -60,6 +69,18 @@ class _Left:
         found = compat.model_frames(node.stack_trace or "")
         own = [each for each in found if (each.filename, each.function) == (self.code.co_filename, self.code.co_name)]
         return any(first <= frame.line <= last for frame in own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A test, and what it leaves out: the asked value, whether nothing is there where that is True, and numbers that
+    have to be the same then.
+    """
+
+    region: Region
+    asked: fx.Node
+    empty: bool
+    same: tuple[tuple[Any, Any], ...]
 
 
 class NoRows:
@@ -74,48 +95,55 @@ class NoRows:
         empty = None if node is None else _asks_for_rows(node)
         if node is None or empty is None or frame is None:
             return None
-        found = _left_out(frame, empty)
-        if found is None:
-            return None
-        held = frame.f_locals
-        if not all(isinstance(held.get(name), Tensor) and held[name].dim() for name in found.tensors):
+        source, held = source_of(frame.f_code), frame.f_locals
+        found = None if source is None else left_out(source, asked_at(frame, source), empty)
+        if found is None or not found.writes_tensors(held):
             return None
         same = [(held.get(name), 0 if other is None else held.get(other)) for name, other in found.same]
-        self._left.append(_Left(frame.f_code, found.lines, node, empty, compat.count_recorded(), tuple(same)))
+        self._left.append(_Left(Region(frame.f_code, found.lines, compat.count_recorded()), node, empty, tuple(same)))
         return not empty
 
     def wrong(self, ranges: Mapping[int, tuple[Any, Any, Tensor]]) -> str | None:
         """The line of a test that leaves out more than what nothing comes of; None if there is none. ranges: by their
         number, where rows begin and end, and their mask.
         """
-        nodes = list(compat.recorded_since(0))[::-1]
-        for left, following in itertools.pairwise([*self._left, None]):
-            assert left is not None
-            end = len(nodes) if following is None else following.count
-            own = [node for node in nodes[left.count : end] if left.has(node)]
-            if not self._comes_to_nothing(left, own, ranges):
-                return f"{left.code.co_filename.rpartition('/')[2]}:{left.lines[0]}"
+        masks = {compat.node_of(mask): size for size, (_, _, mask) in ranges.items()}
+        for left, own in zip(self._left, nodes_left([each.region for each in self._left]), strict=True):
+            sizes = sizes_behind(own, masks, with_numbers=True)
+            ends = [ranges[size][:2] for size in sizes or () if size in ranges]
+            if sizes is None or len(ends) < len(sizes) or not _holds_when(left, [*ends, *left.same]):
+                return left.region.line
         return None
 
-    def _comes_to_nothing(self, left: _Left, own: list[fx.Node], ranges: Mapping[int, tuple[Any, Any, Tensor]]) -> bool:
-        inside = set(own)
-        masks = {compat.node_of(mask): size for size, (_, _, mask) in ranges.items()}
-        sizes: set[int] = set()
-        for node in own:
-            if compat.is_mutable(node) and _lies_in(node.args[0]) not in inside:
-                if not _writes_rows(node, sizes):
-                    return False
-                continue
-            behind = [user for user in node.users if user not in inside and user.target is not _CHECK]
-            if not behind:
-                continue
-            rows = [size for size in shape_of(node) if size >= FIRST]
-            if rows or node in masks:
-                sizes.add(rows[0] if rows else masks[node])
-            elif not _is_whole_number(node) and not _writes_rows(node, sizes):
-                return False
-        ends = [ranges[size][:2] for size in sizes if size in ranges]
-        return len(ends) == len(sizes) and _holds_when(left, [*ends, *left.same])
+
+def nodes_left(regions: Sequence[Region]) -> list[list[fx.Node]]:
+    """The nodes of each: those that were recorded in its lines since, and before these were come to again."""
+    nodes, ends, found = list(compat.recorded_since(0))[::-1], dict[Any, int](), list[list[fx.Node]]()
+    for region in reversed(regions):
+        key = region.code, region.lines
+        found.append([node for node in nodes[region.count : ends.get(key, len(nodes))] if region.has(node)])
+        ends[key] = region.count
+    return found[::-1]
+
+
+def sizes_behind(own: Collection[fx.Node], masks: Mapping[Any, int], *, with_numbers: bool) -> set[int] | None:
+    """The numbers of the rows of which something is used behind some nodes, or written to what was before; None where
+    more is used, or written. masks: of which it may be one. with_numbers: whether whole numbers may be used, too.
+    """
+    inside, sizes = set(own), set[int]()
+    for node in own:
+        if compat.is_mutable(node) and _lies_in(node.args[0]) not in inside:
+            if not _writes_rows(node, sizes):
+                return None
+            continue
+        if not any(user not in inside and user.target is not _CHECK for user in node.users):
+            continue
+        rows = [size for size in shape_of(node) if size >= FIRST]
+        if rows or node in masks:
+            sizes.add(rows[0] if rows else masks[node])
+        elif not (with_numbers and _is_whole_number(node)) and not _writes_rows(node, sizes):
+            return None
+    return sizes
 
 
 def _lies_in(node: Any) -> Any:
@@ -179,7 +207,8 @@ def _writes_rows(node: Any, sizes: set[int]) -> bool:
 
 
 def _stripped(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target in COPIES:
+    """What a node is but for copies, sums, which are 0 of zeros, and the order of dims."""
+    while isinstance(node, fx.Node) and node.target in (*COPIES, *_SUMS):
         node = node.args[0]
     return node
 
@@ -234,7 +263,7 @@ def group_trials(node: fx.Node) -> Iterator[dict[fx.Node, Tensor]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Statements:
+class Statements:
     """lines: of a file. same: names of two numbers that have to be the same, None of 0. tensors: names of what has to
     be tensors, whose values the graph has.
     """
@@ -243,45 +272,50 @@ class _Statements:
     same: tuple[tuple[str, str | None], ...]
     tensors: tuple[str, ...]
 
+    def writes_tensors(self, held: Mapping[str, Any]) -> bool:
+        """Whether what is written are tensors with dims."""
+        return all(isinstance(held.get(name), Tensor) and held[name].dim() for name in self.tensors)
 
-def _left_out(frame: FrameType, empty: bool) -> _Statements | None:
-    """What the test that a frame is at leaves out; None where it may be more than what comes of rows."""
-    try:
-        lines, first = inspect.getsourcelines(frame.f_code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
-        return None
-    before = max(first, 1) - 1
-    at = frame.f_lineno - before
-    for node in ast.walk(tree):
+
+def left_out(source: Source, places: Collection[Span], empty: bool) -> Statements | None:
+    """What a test leaves out that asks for what stands at one of some places; None where it may be more than what comes
+    of rows. empty: what that is where there are none.
+    """
+    for node in ast.walk(source.tree):
         for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
             if not isinstance(body, list):
                 continue
             for place, statement in enumerate(body):
-                if not isinstance(statement, ast.If) or statement.orelse or not _stands_at(statement.test, at):
+                if not isinstance(statement, ast.If):
                     continue
-                skips = isinstance(statement.body[0], ast.Continue) and isinstance(node, ast.For)
-                negated = isinstance(statement.test, ast.UnaryOp) and isinstance(statement.test.op, ast.Not)
-                if (skips != empty) == (not negated) or isinstance(statement.test, ast.BoolOp):
+                test = statement.test
+                negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+                asked = test.operand if isinstance(test, ast.UnaryOp) and negated else test
+                if not {span(test), span(asked)} & set(places):
+                    continue
+                skips = isinstance(statement.body[0], ast.Continue) and isinstance(node, ast.For) and body is node.body
+                if statement.orelse or isinstance(asked, ast.BoolOp) or (skips != empty) == (not negated):
                     return None
                 left = body[place + 1 :] if skips else statement.body
-                span = (left[0].lineno + before, (left[-1].end_lineno or 0) + before) if left else (0, 0)
-                return _only_rows(tree, left, span) if left else None
+                return _only_rows(source.tree, left) if left else None
     return None
 
 
-def _stands_at(test: ast.expr, line: int) -> bool:
-    return test.lineno <= line <= (test.end_lineno or line)
-
-
-def _only_rows(tree: ast.AST, left: list[ast.stmt], lines: tuple[int, int]) -> _Statements | None:
+def _only_rows(tree: ast.AST, left: list[ast.stmt]) -> Statements | None:
     """What has to be so for nothing but rows to come of some statements; None where source alone does not allow it."""
-    inside = {id(node) for statement in left for node in ast.walk(statement)}
-    outside = [node for node in ast.walk(tree) if id(node) not in inside]
-    read = {node.id for node in outside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    outside = outside_of(tree, left)
+    read = names_read(outside)
     same: list[tuple[str, str | None]] = []
     tensors: list[str] = []
-    for statement in left:
+    stored = {
+        node.id
+        for statement in left
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    waiting = list(left)
+    while waiting:
+        statement = waiting.pop(0)
         if any(isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for node in ast.walk(statement)):
             return None
         if isinstance(statement, ast.Assign | ast.AugAssign):
@@ -293,7 +327,8 @@ def _only_rows(tree: ast.AST, left: list[ast.stmt], lines: tuple[int, int]) -> _
                     return None
                 elif target.id in read or is_read_first(left, target.id):
                     found = _carried(statement, target.id)
-                    if found is None:
+                    others = {each for pair in (found or ([],))[0] for each in pair if each not in (None, target.id)}
+                    if found is None or others & stored:  # numbers are compared as they are at the test
                         return None
                     same += found[0]
                     tensors += found[1]
@@ -305,9 +340,14 @@ def _only_rows(tree: ast.AST, left: list[ast.stmt], lines: tuple[int, int]) -> _
             if not (is_only_joined(outside, name) if function.attr == "append" else function.attr.endswith("_")):
                 return None
             tensors += [] if function.attr == "append" or name not in read else [name]
+        elif isinstance(statement, ast.If):
+            waiting = [*statement.body, *statement.orelse, *waiting]
+        elif isinstance(statement, ast.Pass):
+            continue
         else:
             return None
-    return _Statements(lines, tuple(same), tuple(tensors))
+    last = left[-1]
+    return Statements((left[0].lineno, last.end_lineno or last.lineno), tuple(same), tuple(tensors))
 
 
 def _carried(statement: ast.Assign | ast.AugAssign, name: str) -> tuple[list[tuple[str, str | None]], list[str]] | None:
@@ -329,38 +369,3 @@ def _carried(statement: ast.Assign | ast.AugAssign, name: str) -> tuple[list[tup
         first = [value.func.value, *value.args[:1]]
         return ([], [name]) if any(isinstance(each, ast.Name) and each.id == name for each in first) else None
     return None
-
-
-def is_read_first(left: list[ast.stmt], name: str) -> bool:
-    """Whether a statement reads a name before any has set it."""
-    for statement in left:
-        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == name]
-        sets_it = any(isinstance(node.ctx, ast.Store) for node in names)
-        if any(isinstance(node.ctx, ast.Load) for node in names) or (sets_it and isinstance(statement, ast.AugAssign)):
-            return True
-        if names:
-            return False
-    return False
-
-
-def flat(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
-    """The targets of an assignment, those in tuples and lists one by one."""
-    for target in targets:
-        if isinstance(target, ast.Tuple | ast.List):
-            yield from flat(target.elts)
-        else:
-            yield target
-
-
-def is_only_joined(outside: list[ast.AST], name: str) -> bool:
-    """Whether a list is used for nothing but to join its elements, and to ask whether it has any."""
-    allowed: set[int] = set()
-    for node in outside:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _COLLECTING:
-            allowed.update(id(each) for each in node.args[:1])
-        if isinstance(node, ast.If | ast.IfExp):
-            test = node.test
-            asks = isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "len"
-            allowed.update(id(each) for each in (test.args if asks and isinstance(test, ast.Call) else [test]))
-    named = [node for node in outside if isinstance(node, ast.Name) and node.id == name]
-    return all(isinstance(node.ctx, ast.Store) or id(node) in allowed for node in named)

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -40,6 +38,7 @@ from autopar.base.torch_compat.values import computed, made_of
 from autopar.ir.program import Program
 from autopar.passes import counting
 from autopar.passes.checks import frame_of_model, passing
+from autopar.passes.source import source_of, stands_at
 
 _ASKING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {
     Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.item: Tensor.item,
@@ -83,6 +82,10 @@ class Usual(TorchFunctionMode):
     def takes_rows(self, mask: Tensor, line: str) -> None:
         """What is done is what is done where a mask chooses rows."""
         self._take(mask.any(), f"that a mask chooses rows at all ({line})")
+
+    def takes_numbers(self, differ: Tensor, line: str) -> None:
+        """What is done is what is done where a number of rows is not what it is compared with."""
+        self._take(differ, f"that a mask chooses another number of rows ({line})")
 
     def guarding(self, model: nn.Module) -> Callable[..., Any]:
         """The model's forward, whose floating-point results are NaN where what was taken for granted is not so."""
@@ -295,13 +298,8 @@ def _branch(frame: FrameType | None) -> ast.If | None:
     found = frame_of_model(frame)
     if found is None:
         return None
-    try:
-        lines, first = inspect.getsourcelines(found.f_code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
-        return None
-    at = found.f_lineno - max(first, 1) + 1
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and not node.orelse and node.test.lineno <= at <= (node.test.end_lineno or at):
+    source = source_of(found.f_code)
+    for node in () if source is None else ast.walk(source.tree):
+        if isinstance(node, ast.If) and not node.orelse and stands_at(node.test, found.f_lineno):
             return node
     return None
