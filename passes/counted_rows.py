@@ -38,7 +38,7 @@ from autopar.passes.checks import LIBRARIES
 from autopar.passes.chosen import FIRST, Chosen
 from autopar.passes.no_rows import Region, left_out, nodes_left, sizes_behind
 from autopar.passes.row_counts import Count
-from autopar.passes.source import Source, Span, asked_at, source_of, span
+from autopar.passes.source import Source, Span, asked_at, is_tensor, source_of, span
 from autopar.passes.usual import Usual
 
 _COUNTING = {Tensor.numel, Tensor.nelement}
@@ -117,7 +117,8 @@ class CountedRows(TorchFunctionMode):
 
     def compared(self, count: Count, by: _By, other: Any, found: bool, frame: FrameType) -> bool:
         """As `Asked`."""
-        if not self._is_asked(frame) or (other.plain if isinstance(other, Count) else other) == count.plain:
+        frame = compat.caller_of_builtins(frame)
+        if not self._is_asked(frame) or self._is_same(count, other):
             return found
         source = source_of(frame.f_code)
         test = _Test(set() if source is None else asked_at(frame, source), by, other)
@@ -133,13 +134,26 @@ class CountedRows(TorchFunctionMode):
             if none != some == all_of_them == found:
                 self._asks_for_some(count.rows, test.places, bool(none), source, frame)
                 return found
-        if not is_equality or self.usual is None:
+        if not is_equality or self.usual is None or not (isinstance(other, Count) or count.rows is not None):
             raise _refused(line)
-        self.usual.takes_numbers(count.said() != (other.said() if isinstance(other, Count) else other), line)
+        said = other.said() if isinstance(other, Count) else other
+        self.usual.takes_numbers(by(count.said(), said) == found, line)
         return found
+
+    def _is_same(self, count: Count, other: Any) -> bool:
+        """Whether both are the number of rows that one mask chooses, whatever it is."""
+        if isinstance(other, Count):
+            return count.rows is not None and count.rows == other.rows and count.plain == other.plain
+        return count.rows == other
+
+    def looked_up(self, frame: FrameType) -> None:
+        """As `Asked`."""
+        if self._is_asked(frame) and "site-packages" not in frame.f_code.co_filename:
+            raise _refused(_line(frame))
 
     def escapes(self, count: Count, frame: FrameType) -> None:
         """As `Asked`."""
+        frame = compat.caller_of_builtins(frame)
         if self._is_asked(frame):
             self._becomes_plain(count, "int", frame)
 
@@ -223,8 +237,8 @@ def _refused(line: str) -> AutoparError:
     return AutoparError(
         "forward() asks how many rows a mask chooses, and may do otherwise for other numbers, which values say",
         where=line,
-        remedy="do the same for any number of rows: sums over rows, and numbers from mask.sum(); if there are none may "
-        "be asked for where it matters, if rows.shape[0] == 0",
+        remedy="do the same for any number of rows: sums over rows, and numbers from mask.sum(); whether there are any "
+        "may be asked by rows.shape[0] == 0, of which more can be told than of len(rows)",
     )
 
 
@@ -248,6 +262,9 @@ def _uses(
         yield None if is_derived else _Test({span(node)}, operator.ne, 0)
     elif isinstance(parent, ast.Compare):
         yield None if is_derived else _comparison(node, parent)
+    elif isinstance(parent, ast.Call) and (least := _least(node, parent)) is not None:
+        yield None if is_derived or least > 1 else _Test({span(parent)}, operator.ge, 1)
+        yield from _uses(parent, source, frame, names, is_derived=True)
     elif isinstance(parent, ast.Call):
         if not (node in parent.args and _minds_no_values(parent.func, frame)):
             yield None
@@ -264,6 +281,10 @@ def _uses(
                 yield None
         if isinstance(parent, ast.NamedExpr):
             yield from _uses(parent, source, frame, {*names, name}, is_derived)
+    elif isinstance(parent, ast.BinOp) and is_tensor(
+        parent.right if node is parent.left else parent.left, source, frame
+    ):
+        return  # in a program its number is seen
     elif isinstance(parent, ast.BinOp | ast.Tuple | ast.List):
         yield from _uses(parent, source, frame, names, is_derived=True)
     elif not isinstance(parent, ast.FormattedValue | ast.Expr):
@@ -290,6 +311,14 @@ def _comparison(node: ast.expr, parent: ast.Compare) -> _Test | None:
     if by is None or not isinstance(other, ast.Constant) or type(other.value) is not int:
         return None
     return _Test({span(parent)}, by if node is parent.left else _TURNED.get(by, by), other.value)
+
+
+def _least(node: ast.expr, call: ast.Call) -> int | None:
+    """The other number of `max(n, 1)`; None of other calls."""
+    if not isinstance(call.func, ast.Name) or call.func.id != "max" or len(call.args) != 2 or call.keywords:
+        return None
+    other = call.args[1] if node is call.args[0] else call.args[0]
+    return other.value if isinstance(other, ast.Constant) and type(other.value) is int else None
 
 
 def _minds_no_values(function: ast.expr, frame: FrameType) -> bool:

@@ -25,6 +25,10 @@ class Asked(Protocol):
         """It becomes a plain number."""
         ...
 
+    def looked_up(self, frame: FrameType) -> None:
+        """It is looked up in a dict or a set."""
+        ...
+
 
 class Count(int):
     """rows: the mask's number, where it is 0 exactly where that chooses nothing; None of others. said: what makes it of
@@ -62,7 +66,13 @@ class Count(int):
         return float(self.plain)
 
     __trunc__ = __int__
-    __hash__ = int.__hash__
+
+    def __hash__(self) -> int:
+        self.asked.looked_up(sys._getframe(1))
+        return int.__hash__(self)
+
+    def __neg__(self) -> Any:
+        return 0 - self
 
     def __reduce__(self) -> Any:
         return int, (self.plain,)
@@ -94,6 +104,8 @@ def _arithmetic(by: Callable[[Any, Any], Any], turned: bool) -> Callable[[Count,
             self.asked.escapes(self, sys._getframe(1))
         if not isinstance(other, int):
             return NotImplemented
+        if not turned and by in (operator.mod, operator.floordiv) and type(other) is int and other == 1:
+            return 0 if by is operator.mod else self
         one, two = (other, self) if turned else (self, other)
         found = by(_plain(one), _plain(two))
         scaled = by is operator.mul and not isinstance(other, Count) and other > 0
@@ -115,11 +127,24 @@ def _escaping(by: Callable[..., Any], turned: bool) -> Callable[..., Any]:
     return reckon
 
 
+def _escaping_alone(by: Callable[[int], Any]) -> Callable[[Count], Any]:
+    def reckon(self: Count) -> Any:
+        self.asked.escapes(self, sys._getframe(1))
+        return by(self.plain)
+
+    return reckon
+
+
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Count, f"__{_name}__", _comparison(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "floordiv", "mod"):
     setattr(Count, f"__{_name}__", _arithmetic(getattr(operator, _name), turned=False))
     setattr(Count, f"__r{_name}__", _arithmetic(getattr(operator, _name), turned=True))
-for _name, _by in (("truediv", operator.truediv), ("pow", operator.pow), ("divmod", divmod)):
+for _name, _by in (
+    ("truediv", operator.truediv), ("pow", operator.pow), ("divmod", divmod), ("and", operator.and_),
+    ("or", operator.or_), ("xor", operator.xor), ("lshift", operator.lshift), ("rshift", operator.rshift),
+):  # fmt: skip
     setattr(Count, f"__{_name}__", _escaping(_by, turned=False))
     setattr(Count, f"__r{_name}__", _escaping(_by, turned=True))
+for _name in ("abs", "pos", "invert", "round"):
+    setattr(Count, f"__{_name}__", _escaping_alone(round if _name == "round" else getattr(operator, _name)))

@@ -9,10 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
 
 Span = tuple[int, int, int, int]
 """Line, column, last line and column."""
 
+_TENSORS = frozenset({
+    "sum", "mean", "square", "pow", "abs", "exp", "log", "sqrt", "norm", "prod", "clamp", "float", "double", "detach",
+    "view", "reshape", "matmul", "mm", "tanh", "relu",
+})  # fmt: skip
+"""Methods of tensors, and functions of torch, that give one tensor."""
 _COLLECTING = frozenset({"cat", "concat", "concatenate", "vstack", "row_stack"})
 
 
@@ -69,6 +78,47 @@ def outside_of(tree: ast.AST, left: Sequence[ast.stmt]) -> list[ast.AST]:
     """All nodes of a tree but those of some of its statements."""
     inside = {id(node) for statement in left for node in ast.walk(statement)}
     return [node for node in ast.walk(tree) if id(node) not in inside]
+
+
+def is_tensor(node: ast.expr, source: Source, frame: FrameType, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether an expression is a tensor for certain: a function of tensors, what a module gives, reckoned with one."""
+    if isinstance(node, ast.BinOp):
+        return is_tensor(node.left, source, frame, seen) or is_tensor(node.right, source, frame, seen)
+    if isinstance(node, ast.Name):
+        if node.id in seen:
+            return False
+        named = [x for x in ast.walk(source.tree) if isinstance(x, ast.Name) and x.id == node.id]
+        values = [_given(x, source) for x in named if not isinstance(x.ctx, ast.Load)]
+        known = all(x is not None and is_tensor(x, source, frame, seen | {node.id}) for x in values)
+        held = frame.f_locals.get(node.id, None if values else 0)
+        return known and (held is None or isinstance(held, Tensor))
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Attribute):
+        of, name = node.func.value, node.func.attr
+        held = _held(of, frame)
+        if held in (torch, torch.nn.functional):
+            return held is torch.nn.functional or name in _TENSORS
+        if name in _TENSORS and is_tensor(of, source, frame, seen):
+            return True
+    called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+    return isinstance(_held(called, frame), torch.nn.Module)
+
+
+def _given(target: ast.Name, source: Source) -> ast.expr | None:
+    """What an assignment gives a name; None of other ways to set one."""
+    parent = source.parents[target]
+    return parent.value if isinstance(parent, ast.Assign) and target in parent.targets else None
+
+
+def _held(node: ast.expr, frame: FrameType) -> Any:
+    """What a name, or a module of a module, is."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if not isinstance(node, ast.Attribute):
+        return None
+    within = _held(node.value, frame)
+    return within._modules.get(node.attr) if isinstance(within, torch.nn.Module) else None
 
 
 def is_read_first(left: Sequence[ast.stmt], name: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -268,6 +269,15 @@ def is_tracer_file(filename: str) -> bool:
     return filename.startswith(_TRACERS) and not filename.startswith(_MODELS)
 
 
+def caller_of_builtins(frame: FrameType) -> FrameType:
+    """Who calls `max`, `min` or `math.pow`, for which torch has its own while it exports."""
+    while frame.f_code.co_filename.endswith("non_strict_utils.py") and frame.f_code.co_name in _BUILTINS:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
+
+
+_BUILTINS = ("_tensor_min_max", "<lambda>")
 _AUTOPAR = f"{Path(__file__).parents[2]}{os.sep}"
 _TRACERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(sympy.__file__).parent}{os.sep}", _AUTOPAR)
 _MODELS = f"{_AUTOPAR}cli{os.sep}models{os.sep}"

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import interpret
+from autopar.base.errors import AutoparError
 from autopar.passes.capture import capture
 
 EXPERTS, WIDTH = 4, 8
@@ -118,6 +119,74 @@ def _writes_if_there_is_none(model: Chooses, x: Tensor, chosen: Tensor) -> Tenso
     return out.sum() + model.experts[0](rows).sum()
 
 
+def _means_by_number(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    loss = x.sum() * 0
+    for number, expert in enumerate(model.experts):
+        rows = x[chosen == number]
+        loss = loss + expert(rows).square().sum() / max(len(rows), 1)
+    return loss
+
+
+def _asks_in_a_function(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    def has_any(number: int) -> bool:
+        return number > 0
+
+    rows = x[chosen == 0]
+    return model.experts[0](rows).sum() if has_any(rows.shape[0]) else x.sum()
+
+
+def _asks_for_any_group(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    groups = [x[chosen == number] for number in range(EXPERTS)]
+    if any(len(rows) == 0 for rows in groups):
+        return x.sum()
+    return torch.stack([expert(rows).sum() for expert, rows in zip(model.experts, groups, strict=True)]).sum()
+
+
+def _asks_of_one_writes_another(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    mask = chosen == 0
+    rows, mask, out = x[mask], chosen == 1, x * 0.5
+    if rows.shape[0] > 0:
+        out[mask] = model.experts[1](x[mask])
+    return out.sum()
+
+
+def _as_many_as_others(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    one, other = x[chosen == 0], x[chosen == 1]
+    return one.mean() if one.shape[0] == other.shape[0] else one.sum() - other.sum()
+
+
+def _at_most_a_capacity(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    rows = x[chosen == 0]
+    if rows.shape[0] > 2:
+        rows = rows * 2
+    return model.experts[0](rows).sum()
+
+
+def _of_an_odd_number(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    rows = x[chosen == 0]
+    return rows.sum() * 3 if rows.shape[0] % 2 == 1 else rows.sum()
+
+
+def _of_the_largest_group(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    return max((x[chosen == number] for number in range(EXPERTS)), key=lambda rows: rows.shape[0]).sum()
+
+
+def _looks_up(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    return x.sum() * {1: 2.0, 2: 3.0}.get(x[chosen == 0].shape[0], 1.0)
+
+
+def _of_a_share(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    kept = 4
+    kept = kept + 1
+    share = kept / len(x[chosen == 0])
+    return x.sum() if share > 2 else x.mean()
+
+
+def _of_three_at_least(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
+    rows = x[chosen == 0]
+    return model.experts[0](rows).sum() / max(len(rows), 3)
+
+
 def _program_and_eager(how: Callable[..., Tensor], empty: bool) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """empty: whether nobody chooses expert 0."""
     torch.manual_seed(0)
@@ -156,3 +225,32 @@ def test_what_more_is_done_is_guarded(how: Callable[..., Tensor]) -> None:
     assert granted and all("that a mask chooses rows at all (test_counted_rows.py:" in each for each in granted)
     found, eager, _ = _program_and_eager(how, empty=True)
     assert found.isnan() and not eager.isnan()
+
+
+@pytest.mark.parametrize(
+    "how", [_means_by_number, _asks_in_a_function, _asks_for_any_group, _asks_of_one_writes_another]
+)
+def test_who_asks_does_not_matter(how: Callable[..., Tensor]) -> None:
+    """Breaks if a test in a function, a generator, or of another mask than what is written, is not seen."""
+    found, eager, _ = _program_and_eager(how, empty=False)
+    torch.testing.assert_close(found, eager)
+    found, eager, _ = _program_and_eager(how, empty=True)
+    assert found.isnan() and not eager.isnan()
+
+
+def test_numbers_of_two_masks_that_are_equal_are_another_case() -> None:
+    """Breaks if what is done for as many rows is done for others, or the other way round."""
+    found, eager, granted = _program_and_eager(_as_many_as_others, empty=True)
+    torch.testing.assert_close(found, eager)
+    assert granted and "another number of rows" in granted[0]
+    assert _program_and_eager(_as_many_as_others, empty=False)[0].isnan()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [_at_most_a_capacity, _of_an_odd_number, _of_the_largest_group, _looks_up, _of_a_share, _of_three_at_least],
+)
+def test_what_else_numbers_of_rows_decide_is_refused(how: Callable[..., Tensor]) -> None:
+    """Breaks if a capacity, a remainder, an order or a dict decides as for the traced number, whatever there is."""
+    with pytest.raises(AutoparError, match="how many rows a mask chooses.*test_counted_rows.py"):
+        _program_and_eager(how, empty=False)
