@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.passes.rebound import Rebound
 from autopar.passes.source import Span, asked_at, source_of, span
 from autopar.passes.substitutes import FUNCTIONS
 
@@ -57,6 +58,7 @@ class ChecksPass(TorchFunctionMode):
         named = [(module, each) for module in modules for each in (module._parameters, module._buffers)]
         found = [(x, module, name) for module, own in named for name, x in own.items() if x is not None]
         self._held = {id(x): (x, module, name) for x, module, name in found}
+        self._rebound = Rebound()
 
     def _in_place(self, value: Any) -> Any:
         """A value as an argument: what the trace has of a tensor of the model's."""
@@ -81,7 +83,9 @@ class ChecksPass(TorchFunctionMode):
         if func == _GET_DATA:  # of which torch's own passes know nothing
             return args[0].detach()
         if func == _SET_DATA:
-            return _written(*args)
+            held = [self._in_place(x) for x, _, _ in self._held.values()]
+            return self._rebound.set(args[0], args[1], held, _line)
+        self._rebound.look_at(func, args, kwargs, _line)
         if func in _HOOKS:
             raise _hooks_gradients(args[0])
         func = FUNCTIONS.get(func, func)
@@ -131,44 +135,29 @@ def _known_end(value: Any) -> Any:
 
 
 def _hooks_gradients(x: torch.Tensor) -> AutoparError:
-    frame = frame_of_model(sys._getframe(2), own=True)
     return AutoparError(
         "a forward registers a hook on a tensor's gradient, which no program calls: the gradient would be another one",
-        where=None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+        where=_line(),
         values=f"a tensor of shape {tuple(x.shape)}",
         remedy="scale or clip the gradient in the backward of a torch.autograd.Function that forward calls, or "
         "register the hook outside of forward, on an output or a parameter of the compiled model",
     )
 
 
-def _written(x: torch.Tensor, value: torch.Tensor) -> None:
-    """`x.data = value`, which a trace does not see: x is written.
-
-    Raises:
-        AutoparError: x has a gradient, or is a parameter; the value is of another shape or type.
-    """
-    alike = isinstance(value, torch.Tensor) and value.shape == x.shape and value.dtype == x.dtype
-    if alike and not (x.requires_grad or isinstance(x, nn.Parameter)):
-        x.copy_(value)
-        return
-    frame = frame_of_model(sys._getframe(2), own=True)
-    raise AutoparError(
-        "forward() assigns to the .data of a parameter, or of a tensor that has a gradient, which no program does",
-        where=None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
-        values=f"a tensor of shape {tuple(x.shape)}",
-        remedy="update it outside of forward(), between steps, or keep it as a buffer",
-    )
-
-
 def _is_not_trained(x: torch.Tensor) -> AutoparError:
-    frame = frame_of_model(sys._getframe(2), own=True)
     return AutoparError(
         "forward() uses a tensor with requires_grad that is no parameter of the model: it would not be trained",
-        where=None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+        where=_line(),
         values=f"a tensor of shape {tuple(x.shape)}",
         remedy="make it a parameter, or what holds it a submodule, of the model that is compiled; detach() it, or "
         "requires_grad_(False), if it is to stay as it is",
     )
+
+
+def _line() -> str | None:
+    """The model's line that is run."""
+    frame = frame_of_model(sys._getframe(1), own=True)
+    return None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _only(value: Any) -> Any:

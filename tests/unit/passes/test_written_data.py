@@ -19,11 +19,13 @@ class Net(nn.Module):
     """`how` writes into it before it is used."""
 
     center: Tensor
+    other: Tensor
 
     def __init__(self, how: Callable[[Net], object]) -> None:
         super().__init__()
         self.linear, self.slow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.register_buffer("center", torch.ones(WIDTH, dtype=torch.float64))
+        self.register_buffer("other", torch.ones(WIDTH, dtype=torch.float64))
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,3 +80,45 @@ def test_a_parameter_whose_data_is_written_is_refused(how: Callable[[Net], objec
     """Breaks if a momentum encoder that forward() moves (MoCo's) stays where it was, without a word."""
     with pytest.raises(AutoparError, match=REFUSED[how]):
         capture(Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)})
+
+
+def _what_it_was(net: Net) -> None:
+    was = net.center.data
+    net.center.data = net.slow.bias * 2
+    net.center.mul_(was)
+
+
+def _written_elsewhere(net: Net) -> None:
+    new = net.slow.bias * 2
+    net.center.data = new
+    new.add_(1)
+
+
+def _written_here(net: Net) -> None:
+    new = net.slow.bias * 2
+    net.center.data = new
+    net.center.add_(1)
+    net.other.copy_(new)
+
+
+def _of_another_buffer(net: Net) -> None:
+    net.center.data = net.other
+
+
+@pytest.mark.parametrize("how", [_what_it_was, _written_elsewhere, _written_here, _of_another_buffer])
+def test_memory_that_eager_shares_is_not_copied(how: Callable[[Net], object]) -> None:
+    """Breaks if a copy stands for memory that two names share, of which one is written."""
+    words = r"makes the \.data of a buffer.*test_written_data\.py:.*\.clone\(\)"
+    with pytest.raises(AutoparError, match=words):
+        capture(Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)})
+
+
+def _written_and_used(net: Net) -> None:
+    new = net.slow.bias * 2
+    net.center.data = new
+    net.other.data = net.center * new
+
+
+def test_a_value_that_nobody_writes_may_be_used() -> None:
+    """Breaks if every use of what was assigned is refused."""
+    test_a_buffer_whose_data_is_written_has_it(_written_and_used)
