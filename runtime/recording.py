@@ -158,7 +158,9 @@ def write(path: str | Path, groups: Mapping[str, list[Recorded]], plan: Any, axi
     summary = getattr(plan, "pipeline", None)
     before = {} if summary is None else {"predicted": summary.timeline}
     memory = plan.views.memory if summary is not None and plan.views is not None else ()
-    notes = trace.Notes() if summary is None else trace.notes_of(plan.mesh, axis, memory)
+    notes = trace.Notes()
+    if summary is not None:
+        notes = trace.notes_of(plan.mesh, axis, memory, plan.interface.together)
     with _writing(path):
         trace.write(path, {**before, **groups}, notes)
 

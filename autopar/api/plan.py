@@ -140,7 +140,7 @@ class Plan(PlanRecord):
         if self.pipeline is None:
             events = perfetto.events_of(perfetto.predicted(spans, curves[0] if curves else None, self.mesh.num_devices))
             return perfetto.write(path, events)
-        notes = trace.notes_of(self.mesh, self.pipeline.axis, curves)
+        notes = trace.notes_of(self.mesh, self.pipeline.axis, curves, self.interface.together)
         return trace.write(path, {"predicted": self.pipeline.timeline}, notes)
 
     def holds(self, name: str | None = None, *, rank: int | None = None) -> Holding | RankContents:

@@ -80,6 +80,13 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
+def microbatches_text(runs: int, together: int = 1) -> str:
+    """How often a step runs a program, and of what: `4 microbatches`, `2 pairs of microbatches`."""
+    if together > 1:
+        return plural(runs, "pair of microbatches", "pairs of microbatches")
+    return plural(runs, "microbatch", "microbatches")
+
+
 def plural(count: int, one: str, many: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {one if count == 1 else many}"

@@ -64,12 +64,15 @@ def next_command(model: str, plan: Plan, strategy: str) -> str:
     parts = " --microbatches 2" if plan.interface.microbatches > 1 else ""
     parts += " --halves" if plan.interface.together > 1 else ""
     if plan.pipeline is not None and plan.asked is not None:
-        schedule = plan.pipeline.schedule
+        schedule, together = plan.pipeline.schedule, plan.interface.together
         per_rank = schedule.num_stages // schedule.num_ranks
-        parts = " --microbatches 4" if schedule.num_microbatches > 1 else ""
+        parts = f" --microbatches {4 * together}" if schedule.num_microbatches > 1 else ""
         if plan.asked.is_file:
-            rows = schedule.num_microbatches * math.prod(sizes.values())
+            rows = plan.interface.microbatches * math.prod(sizes.values())
             sizes["pp"], parts = schedule.num_ranks, f" --batch {rows}x16"
+        elif together > 1:
+            parts = f" --batch {8 * math.prod(sizes.values())}x16{parts or ' --microbatches 2'}"
+        parts += " --halves" if together > 1 else ""
         if ":" not in model and sizes["pp"] * per_rank > 2:
             parts += f" --layers {sizes['pp'] * per_rank}"
     small = ",".join(f"{name}={size}" for name, size in sizes.items())
@@ -202,7 +205,7 @@ def _pipeline_data(plan: Plan) -> dict[str, Any] | None:
     return {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
-        "microbatches": schedule.num_microbatches,
+        "microbatches": plan.interface.microbatches,
         "bubble": timeline.bubble_share,
         "peak_bytes": list(timeline.peak_bytes),
         "stages": rows,

@@ -204,15 +204,16 @@ class Items:
 
     def _stages(self) -> Iterator[tuple[str, Item]]:
         summary = self.plan.pipeline
+        one, several = ("pair", "pairs") if self.plan.interface.together > 1 else ("microbatch", "microbatches")
         for number, stage in enumerate(summary.stages if summary is not None else ()):
             assert summary is not None
             facts = [
                 ("runs", stage.runs),
                 ("on", f"{summary.axis} rank {summary.schedule.rank_of[number]}"),
                 ("parameters", format_count(stage.parameters)),
-                ("forward of a microbatch", format_time(stage.cost.forward_s)),
+                (f"forward of a {one}", format_time(stage.cost.forward_s)),
                 ("backward", format_time(stage.cost.backward_s)),
-                ("microbatches in flight", str(summary.schedule.in_flight[number])),
+                (f"{several} in flight", str(summary.schedule.in_flight[number])),
             ]
             if stage.sends:
                 facts.append(("sends on", f"{format_bytes(stage.cost.forward_bytes)} ({stage.sends})"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from autopar.base.text import format_bytes, format_count, format_time
+from autopar.base.text import format_bytes, format_count, format_time, microbatches_text
 from autopar.cost.roofline import collective_time_s
 from autopar.ir.schedule import Schedule
 from autopar.planner.plan.record import PlanRecord
@@ -26,9 +26,8 @@ def draw_lanes(dot: Dot, plan: PlanRecord, style: Style, phases: Sequence[str]) 
     summary = plan.pipeline
     assert summary is not None
     schedule = summary.schedule
-    title = (
-        f"pipeline: {schedule.name}, {schedule.num_microbatches} microbatches, a lane for each rank of {summary.axis}"
-    )
+    parts = microbatches_text(schedule.num_microbatches, plan.interface.together)
+    title = f"pipeline: {schedule.name}, {parts}, a lane for each rank of {summary.axis}"
     with dot.cluster(
         "pipeline", title, style="rounded,filled", fillcolor=FRAME, color=FAINT, fontsize="13", labeljust="l",
         margin="12", tooltip=f"{title}: {summary.timeline.bubble_share:.1%} of the step is waited",
@@ -155,6 +154,7 @@ class _Messages:
         assert plan.pipeline is not None
         self.source, self.target, self.turned = source, target, turned
         self.axis, self.colour = plan.pipeline.axis, style.colour[plan.pipeline.axis]
+        self.what = "pair of microbatches" if plan.interface.together > 1 else "microbatch"
         self.texts: dict[str, str] = {}
         for phase, sizes in sent.items():
             launch_s = plan.mesh.hardware.collective_launch_s
@@ -172,5 +172,5 @@ class _Messages:
             dot.edge(
                 first, last, (), is_back is not self.turned, id=id, **said, **attributes,
                 color=self.colour, fontcolor=self.colour, penwidth="1.8",
-                tooltip=f"{phase} of one microbatch: {text}", **({"style": "dashed"} if is_back else {}),
+                tooltip=f"{phase} of one {self.what}: {text}", **({"style": "dashed"} if is_back else {}),
             )  # fmt: skip

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.base.text import format_bytes, format_count, format_time, new_table, plain_text, plural
+from autopar.base.text import format_bytes, format_count, format_time, microbatches_text, new_table, plain_text, plural
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost, difference
 from autopar.ir.interface import TensorInterface
@@ -56,7 +56,10 @@ def plan_tables(plan: PlanRecord) -> RenderableType:
     """Header, regions, parameters, collectives, memory, solver; for a rich console of any width."""
     parts = [_header(plan), _regions(plan), _parameters(plan)]
     if plan.pipeline is not None:
-        parts += [_stages(plan.pipeline), *([_considered(plan.pipeline)] if len(plan.pipeline.considered) > 1 else [])]
+        parts += [
+            _stages(plan, plan.pipeline),
+            *([_considered(plan.pipeline)] if len(plan.pipeline.considered) > 1 else []),
+        ]
     parts += [_collectives(plan), _memory(plan), _solver(plan)]
     notes = [Text(f"note: {note}") for note in plan.notes]
     return Group(*(item for part in parts for item in (part, Text(""))), *notes)
@@ -71,7 +74,7 @@ def one_line(plan: PlanRecord) -> str:
     if plan.pipeline is not None:
         schedule = plan.pipeline.schedule
         bubble = plan.pipeline.timeline.bubble_share
-        parts = plural(schedule.num_microbatches, "microbatch", "microbatches")
+        parts = microbatches_text(schedule.num_microbatches, plan.interface.together)
         pipeline = f"{schedule.name} with {parts}, bubble {bubble:.1%}, "
     return (
         f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}: "
@@ -111,7 +114,7 @@ def _header(plan: PlanRecord) -> RenderableType:
         label = f"{axis}={names[axis].name}" + (f", {where}" if where else "")
         table.add_row("" if number else "context", f"{label}: {text}")
     if plan.pipeline is not None:
-        table.add_row("pipeline", _pipeline(plan.pipeline))
+        table.add_row("pipeline", _pipeline(plan.pipeline, plan.interface.together))
     if text := _overlap(plan):
         table.add_row("overlap", text)
     return table
@@ -146,14 +149,14 @@ def attention_line(sites: Sequence[AttentionSite]) -> str:
     return f"{len(sites)} found, {fused.total()} fused" + (f": {kinds}" if kinds else "") + whole
 
 
-def _pipeline(summary: PipelineSummary) -> str:
+def _pipeline(summary: PipelineSummary, together: int) -> str:
     schedule, timeline = summary.schedule, summary.timeline
     per_rank = schedule.num_stages // schedule.num_ranks
     stages = plural(schedule.num_stages, "stage", "stages")
     if schedule.num_ranks > 1:
         stages += f", {per_rank} on each of {schedule.num_ranks} ranks of {summary.axis}"
     return (
-        f"{schedule.name}, {plural(schedule.num_microbatches, 'microbatch', 'microbatches')}, {stages}; simulated step "
+        f"{schedule.name}, {microbatches_text(schedule.num_microbatches, together)}, {stages}; simulated step "
         f"{format_time(timeline.makespan_s)}, of which ranks wait {timeline.bubble_share:.1%} on average"
     )
 
@@ -249,8 +252,9 @@ def collective_groups(rows: Sequence[Collective]) -> Iterator[tuple[Collective, 
     yield from sorted(totals, key=lambda total: (-total[3], total[0].why, total[0].kind, total[0].axis, total[0].phase))
 
 
-def _stages(summary: PipelineSummary) -> RenderableType:
+def _stages(plan: PlanRecord, summary: PipelineSummary) -> RenderableType:
     """A row for each rank of the pipeline, with all its stages."""
+    together = plan.interface.together
     table = new_table(
         "Stages", f"{summary.axis} rank", "stages", "runs", ">parameters", ">forward", ">backward", ">in flight",
         ">waits", ">memory",
@@ -275,17 +279,19 @@ def _stages(summary: PipelineSummary) -> RenderableType:
             f"{timeline.bubble_shares[rank]:.1%}",
             format_bytes(timeline.peak_bytes[rank]),
         )
-    lines = [f"{text}" for text in (_between_stages(summary), _computed_again(summary)) if text]
+    pairs = "Microbatches go through a stage in pairs: seconds, and what is in flight, are of pairs" * (together > 1)
+    lines = [text for text in (pairs, _between_stages(summary, together), _computed_again(summary)) if text]
     return Group(table, *(Text(line) for line in lines))
 
 
-def _between_stages(summary: PipelineSummary) -> str:
+def _between_stages(summary: PipelineSummary, together: int) -> str:
     """What travels: the most that a stage sends, and what."""
     if len(summary.stages) < 2:
         return ""
     most = max(summary.stages[:-1], key=lambda stage: stage.cost.forward_bytes)
+    each = "pair" if together > 1 else "microbatch"
     return (
-        f"To the next stage, for each microbatch: {format_bytes(most.cost.forward_bytes)} a rank at most "
+        f"To the next stage, for each {each}: {format_bytes(most.cost.forward_bytes)} a rank at most "
         f"({most.sends}); its gradients come back"
     )
 

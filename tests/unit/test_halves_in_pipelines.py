@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,12 @@ import autopar
 from autopar.api import interpret
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
+from autopar.cli.output import next_command, plan_data
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.simulate import simulate
+from autopar.views.picture import dot_source
+from autopar.views.words import in_words
 from tests.unit.passes.test_interleave import program_of
 
 pytestmark = pytest.mark.unit
@@ -170,3 +175,21 @@ def test_refused(options: dict[str, Any], says: str) -> None:
     """Breaks if what was asked for is left out silently, or a schedule is taken for microbatches that it has not."""
     with pytest.raises(AutoparError, match=says):
         planned(**{**HALVES, **options})
+
+
+def test_what_people_look_at(tmp_path: Path) -> None:
+    """Breaks if a view takes a schedule's pairs for microbatches, or tells them as such."""
+    plan = drawn()
+    text = str(plan)
+    assert "4 microbatches a step, two at a time" in text and "1f1b, 2 pairs of microbatches" in text
+    assert "To the next stage, for each pair: " in text and "what is in flight, are of pairs" in text
+    events = json.loads(plan.trace(tmp_path / "trace.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    numbers = {each["name"]: each["args"]["microbatch"] for each in events if "microbatch" in each.get("args", {})}
+    assert (numbers["0F0"], numbers["1B1"]) == ("0, 1", "2, 3")
+    assert plan_data(plan, [])["pipeline"]["microbatches"] == 4
+    following = next_command("gpt2", plan, "pp=pipeline(1f1b),dp=expert")
+    assert following.endswith("--batch 32x16 --microbatches 8 --halves")
+    dot = dot_source(plan)
+    assert "1f1b, 2 pairs of microbatches" in dot and "of one pair of microbatches" in dot
+    assert "4 microbatches two at a time" in " ".join(in_words(plan))

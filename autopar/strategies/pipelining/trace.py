@@ -26,11 +26,13 @@ _TRACKS = ("compute", "communication", "parameters")
 @dataclass(frozen=True, slots=True)
 class Notes:
     """What a trace says of a simulated step beyond its timeline. stands_for: by rank of the pipeline, those of the mesh
-    that do the same (`mesh 0-7`; Perfetto shows no longer names). memory: a curve for each rank, by kind.
+    that do the same (`mesh 0-7`; Perfetto shows no longer names). memory: a curve for each rank, by kind. together: how
+    many microbatches the number of an action stands for.
     """
 
     stands_for: Sequence[str] = ()
     memory: Sequence[MemoryCurve] = ()
+    together: int = 1
 
 
 _Placed = tuple[Recorded, Action, int, int]
@@ -49,7 +51,7 @@ def write(
     return trace.write(path, trace_events(groups, notes))
 
 
-def notes_of(mesh: Mesh, axis: str, memory: Sequence[MemoryCurve]) -> Notes:
+def notes_of(mesh: Mesh, axis: str, memory: Sequence[MemoryCurve], together: int) -> Notes:
     """The notes of a plan. mesh: the whole one; axis: the pipeline's."""
     ranks: list[list[int]] = [[] for _ in range(mesh.size(axis))]
     for rank in range(mesh.num_devices):
@@ -59,7 +61,7 @@ def notes_of(mesh: Mesh, axis: str, memory: Sequence[MemoryCurve]) -> Notes:
         in_a_row = own[-1] - own[0] + 1 == len(own)
         several = f"mesh {own[0]}-{own[-1]}" if in_a_row else f"mesh {own[0]} and {len(own) - 1} more"
         texts.append(f"mesh {own[0]}" if len(own) == 1 else several)
-    return Notes(texts, memory)
+    return Notes(texts, memory, together)
 
 
 def trace_events(
@@ -77,7 +79,7 @@ def trace_events(
             order = rank * len(groups) + number
             own = [(each, Action.parse(each.action)) for each in records if each.rank == rank]
             placed += [(*pair, order, place) for place, pair in enumerate(own)]
-            slices = [_slice(record, action, timeline) for record, action in own]
+            slices = [_slice(record, action, timeline, notes.together) for record, action in own]
             stands, memory = "", None
             if timeline is not None:
                 slices += _update(timeline, rank)
@@ -88,11 +90,12 @@ def trace_events(
     return trace.events_of(processes, _TRACKS, arrows)
 
 
-def _slice(record: Recorded, action: Action, timeline: Timeline | None) -> trace.Slice:
+def _slice(record: Recorded, action: Action, timeline: Timeline | None, together: int) -> trace.Slice:
     parts = action.leaves
+    numbers = [part.microbatch for part in parts if part.microbatch is not None]
     args: dict[str, Any] = {
         "stage": ", ".join(str(part.stage) for part in parts),
-        "microbatch": ", ".join(str(part.microbatch) for part in parts if part.microbatch is not None),
+        "microbatch": ", ".join(str(together * number + turn) for number in numbers for turn in range(together)),
     }
     if timeline is not None and action.kind in (Kind.SEND_F, Kind.SEND_B):
         cost: StageCost = timeline.costs[action.stage]
