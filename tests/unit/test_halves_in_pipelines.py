@@ -18,12 +18,21 @@ from autopar.api import interpret
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cli.output import next_command, plan_data
+from autopar.cost.memory.calls import parameter_costs
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
+from autopar.runtime.holders import held_by
+from autopar.runtime.loader import load_program
+from autopar.runtime.microbatches import make_batch
+from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.simulate import simulate
+from autopar.runtime.simulated_comm import SimulatedMesh
+from autopar.runtime.simulation import shard_state
 from autopar.views.picture import dot_source
 from autopar.views.words import in_words
 from tests.unit.passes.test_interleave import program_of
+from tests.unit.passes.test_pair_memory import as_processes_do
+from tests.unit.passes.test_stage_costs import LiveBytes
 
 pytestmark = pytest.mark.unit
 HALVES: dict[str, Any] = {"microbatches": 4, "halves": True}
@@ -193,3 +202,54 @@ def test_what_people_look_at(tmp_path: Path) -> None:
     dot = dot_source(plan)
     assert "1f1b, 2 pairs of microbatches" in dot and "of one pair of microbatches" in dot
     assert "4 microbatches two at a time" in " ".join(in_words(plan))
+
+
+def held(plan: Plan, model: nn.Module, batch: dict[str, Tensor]) -> list[float]:
+    """What each rank of the pipeline holds at most in a step, to what its timeline says, parameters and optimizer
+    states left out of both.
+    """
+    summary, program = plan.pipeline, program_of(plan)
+    assert summary is not None and plan.source is not None
+    state, costs = interpret.state_of(model, program), parameter_costs(program)
+    pipelined = PipelineProgram(load_program(plan.source, "<held>"), plan.interface)
+
+    def stored(rank: int) -> float:
+        return sum(costs[name].static_bytes - costs[name].waiting_bytes for name in names_of(plan, rank))
+
+    def run(comm: Any) -> tuple[int, int]:
+        inner, place = comm.within(plan.interface.axes), comm.index("pp")
+        with torch.no_grad():
+            own = shard_state(inner, plan.interface, state, names_of(plan, place))
+            step = PipelineStep(pipelined, make_batch(pipelined.program, plan.interface, inner, batch), comm, 0)
+            with LiveBytes([*batch.values(), *own.values()]) as live:
+                step.train(own, (torch.ones(()), None))
+        return place, live.peak
+
+    most = SimulatedMesh(("pp", "dp"), (2, 2), 60.0).run(run)
+    return [
+        max(peak for place, peak in most if place == rank) / (summary.timeline.peak_bytes[rank] - stored(rank))
+        for rank in (0, 1)
+    ]
+
+
+def names_of(plan: Plan, rank: int) -> list[str]:
+    return [entry.name for entry in held_by(plan.interface, rank)]
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_no_more_is_held_than_planned(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if what both microbatches of a pair keep, or have on its way, is not in the peak of a pipeline's rank.
+    Every token goes to experts of one rank, or where the router sends it.
+    """
+    as_processes_do(monkeypatch)
+    torch.manual_seed(0)
+    model, batch = Model(), {"x": torch.randn(8, 64, 16), "mask": torch.ones(8, 64)}
+    plan = planned(schedule, model=model, batch=batch, **HALVES)
+    shares = held(plan, model, batch)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        nn.init.zeros_(block.mixture.gate.weight)
+    hot = held(plan, model, batch)
+    assert max(*shares, *hot) <= 1, (shares, hot)
+    assert min(hot) > 0.6, hot
