@@ -7,22 +7,25 @@ seconds are those of the busiest rank, for which all wait (`Hardware.expert_imba
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from autopar.cost import expert_kernels
+from autopar.cost import expert_kernels, grouped_products
 from autopar.cost.roofline import collective_time_s
 from autopar.ir.choices import Choice, local_sizes
 from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.region import NodeStrategy
 from autopar.ir.rule import Rule
+from autopar.machine.hardware import Hardware
 from autopar.machine.mesh import Mesh
 from autopar.operators.basic import wide_dtype
 from autopar.operators.rules.exchange_cost import ranks_of_token, rows_at_once
 from autopar.operators.rules.experts import expert_width
 
 Way = Literal["there", "back"]
+Holds = Callable[[OpCall, int, int, int, int], int]
+"""Bytes beside operands and results: of a call, for so many tokens, D, F and G F of an expert here."""
 
 _COUNT = 8
 _NUMBER = 4
@@ -153,17 +156,17 @@ def taking_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
 
 
 def buffer_bytes(
-    call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], *, grouped: bool = False
+    call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], *, holds: Holds | None = None
 ) -> int:
     """The most that experts hold beside their operands and results, whatever the router does.
 
     Of an exchange the rows of a round, here and on their way, what one expert makes of all of them, sums; and in a
-    second round a second gradient. grouped: where experts are grouped products (`expert_kernels`), what these hold, of
+    second round a second gradient. holds: where experts are grouped products (`grouped_holds`), what these hold, of
     an exchange if that is more than one expert's; of others, whose tokens go nowhere, nothing else is counted.
     """
     found, local = exchange_of(call, rule, strategy, sizes), local_sizes(rule, strategy.choices, sizes)
     if found is None:
-        return _kernels_hold(call, rule, strategy, sizes, local["t"]) if grouped and rule.exchange is not None else 0
+        return 0 if holds is None or rule.exchange is None else _held(holds, call, rule, strategy, sizes, local["t"])
     is_grad, (x, weights) = _tokens_of(call)
     tokens, chosen, dtype = local["t"], weights.shape[-1], x.dtype.itemsize
     wide, rows = wide_dtype(x.dtype).itemsize, _most_rows(rule, chosen, tokens, found.size)
@@ -173,7 +176,7 @@ def buffer_bytes(
     routing = chosen * (2 * (_NUMBER + weights.dtype.itemsize) + weights.dtype.itemsize) + places
     sums = tokens * (hidden * wide + found.size + 8 * min(chosen, found.size) + chosen * 8)
     travels = hidden * (8 if is_grad else 4) * dtype + hidden * wide
-    kernels = rows * travels + _kernels_hold(call, rule, strategy, sizes, rows) if grouped else 0
+    kernels = 0 if holds is None else rows * travels + _held(holds, call, rule, strategy, sizes, rows)
     if not is_grad:
         row = max(hidden * (4 * dtype + 2 * wide) + (columns + 3 * width) * max(dtype, 4), kernels / rows)
         decoded = 2 * hidden * columns * dtype if call.arg("storage") else 0  # an expert's, before scales and behind
@@ -200,11 +203,21 @@ def guest_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequenc
     return math.ceil(guests * times * held / local[rule.exchange.key] + made)
 
 
-def _kernels_hold(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], tokens: int) -> int:
+def grouped_holds(call: OpCall, hardware: Hardware) -> Holds | None:
+    """What says how much grouped products of experts hold there: autopar's kernels, or PyTorch's grouped product; None
+    where experts are computed one by one.
+    """
+    for each in (expert_kernels, grouped_products):
+        if each.serves(call, hardware):
+            return each.held_bytes
+    return None
+
+
+def _held(holds: Holds, call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int], tokens: int) -> int:
     """Of grouped products of so many tokens."""
     local = local_sizes(rule, strategy.choices, sizes)
     width = local["f"]
-    return expert_kernels.held_bytes(call, tokens, local["d"], width, width * local.get("g", 1))
+    return holds(call, tokens, local["d"], width, width * local.get("g", 1))
 
 
 def _most_rows(rule: Rule, chosen: int, tokens: int, size: int) -> int:

@@ -18,7 +18,7 @@ from autopar.base.torch_compat.autograd import recording
 from autopar.operators.basic import wide_dtype
 from autopar.operators.expert_layout import Layout
 
-_ALIGNED = 8
+ALIGNED = 8
 """Elements of bfloat16 that are 16 bytes: every row of an operand has to begin at a multiple of these."""
 
 
@@ -28,8 +28,8 @@ def fits(x: Tensor, indices: Tensor, first: Tensor, second: Tensor, bias: Tensor
     return (
         x.is_cuda
         and all(each.dtype == torch.bfloat16 for each in given)
-        and all(each.shape[-1] % _ALIGNED == 0 and each.is_contiguous() for each in given)
-        and (first.shape[1] % _ALIGNED, second.shape[1] % _ALIGNED) == (0, 0)
+        and all(each.shape[-1] % ALIGNED == 0 and each.is_contiguous() for each in given)
+        and (first.shape[1] % ALIGNED, second.shape[1] % ALIGNED) == (0, 0)
         and x.numel() > 0
         and indices.numel() > 0
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
@@ -101,7 +101,7 @@ def grouped_gradients(
     dfirst = _of_parameter(x_rows, dproduct, rows, layout)
     dbias = x.new_zeros(0)
     if bias is not None:
-        columns = torch.ones_like(flat, dtype=x.dtype).expand(-1, _ALIGNED).contiguous()
+        columns = torch.ones_like(flat, dtype=x.dtype).expand(-1, ALIGNED).contiguous()
         dbias = grouped_mm(columns.t(), dproduct, offs=rows.ends)[:, 0]
     dx = rows.of_tokens(grouped_mm(dproduct, layout.inward(first).transpose(1, 2), offs=rows.ends), indices.shape[-1])
     return dx, of_weights[rows.at].reshape(weights.shape).to(weights.dtype), dfirst, dsecond, dbias

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from autopar.cost import exchanges, expert_kernels, rings
+from autopar.cost import exchanges, rings
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
 from autopar.ir.op_call import name_of
@@ -150,8 +150,8 @@ class _Builder(ValueClasses, Parameters):
             sizes[key] = sizes.get(key, 0.0) + size
         if rule.pair is not None:
             now = self.timeline.position[(region.name, node.name)]
-            grouped = expert_kernels.serves(call, self.mesh.hardware)
-            bytes_of = partial(exchanges.buffer_bytes, grouped=grouped) if rule.ring is None else rings.buffer_bytes
+            holds = exchanges.grouped_holds(call, self.mesh.hardware)
+            bytes_of = partial(exchanges.buffer_bytes, holds=holds) if rule.ring is None else rings.buffer_bytes
             buffers = np.array([float(bytes_of(call, rule, each, self.sizes)) for each in options.strategies])
             sizes[now, now + 1] = sizes.get((now, now + 1), 0.0) + buffers
         return [Usage(start, end, size) for (start, end), size in sizes.items()]

@@ -130,3 +130,32 @@ def train_in_halves(cases: list[tuple[tuple[str, ...], tuple[int, ...], Any]]) -
         assert compiled.plan.interface.together == 2
         found.append(training.train(compiled, batch, STEPS))
     return found
+
+
+def steps_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Some batches, in one of which a microbatch of four has no labels."""
+    found = training.batches(batch, 4)
+    labels = found[2]["labels"].clone()
+    labels[[1, 5]] = -100  # of each of two ranks
+    found[2] = {**found[2], "labels": labels}
+    return found
+
+
+def pairs_in_a_pipeline() -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of `steps_of` where pairs of microbatches go through the stages, and at last the loss
+    of a forward alone.
+    """
+    model, batch = model_and_batch("DeepseekV3")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    strategy = {"pp": "pipeline(zero_bubble)", "dp": "expert"}
+    compiled: Any = autopar.compile(model, mesh, strategy=strategy, example_inputs=batch, microbatches=4, halves=True)
+    assert compiled.plan.interface.together == 2
+    optimizer, losses, norms = torch.optim.AdamW(compiled.parameters(), lr=1e-2), list[float](), list[float]()
+    for each in steps_of(batch):
+        losses.append(float(compiled.train_step(**each).loss))
+        norms.append(float(compiled.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(float(compiled(**batch).loss))
+    return losses, norms

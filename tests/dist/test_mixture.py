@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist import mixture, training
 from tests.dist.launch import launch
@@ -74,3 +75,23 @@ def test_two_microbatches_at_a_time_follow_one_process() -> None:
             assert found == pytest.approx(losses, rel=1e-5), strategy
             assert found_norms == pytest.approx(norms, rel=1e-4), strategy
     assert losses[-1] < losses[0]
+
+
+def test_pairs_in_a_pipeline_follow_one_process() -> None:
+    """Breaks if a stage hands one microbatch's values to the other, ranks send in other orders, or a microbatch without
+    labels gets into the gradients by way of the one that goes with it.
+    """
+    model, batch = mixture.model_and_batch("DeepseekV3")
+    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=1e-2), [], []
+    for each in mixture.steps_of(batch):
+        loss = model(**each).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(float(model(**batch).loss))
+    for found, found_norms in launch(mixture.pairs_in_a_pipeline, 4, timeout_s=280.0):
+        assert found == pytest.approx(losses, rel=1e-6)  # the loss is float32
+        assert found_norms == pytest.approx(norms, rel=1e-5)

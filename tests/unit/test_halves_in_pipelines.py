@@ -253,3 +253,39 @@ def test_no_more_is_held_than_planned(schedule: str, monkeypatch: pytest.MonkeyP
     hot = held(plan, model, batch)
     assert max(*shares, *hot) <= 1, (shares, hot)
     assert min(hot) > 0.6, hot
+
+
+def layers(**options: Any) -> Plan:
+    """Layers of the size of Qwen3-30B's in two stages, over the network between nodes; nothing has to fit."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=2,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=64, num_experts_per_tok=8,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+        ids = torch.zeros((512, 4096), dtype=torch.int64)
+    return autopar.plan(
+        model, autopar.Mesh({"pp": 2, "dp": 16}, hardware="h100"), precision="bf16", memory_limit=1e15,
+        strategy={"pp": "pipeline(1f1b)", "dp": "zero2+expert"}, rematerialize="none",
+        example_inputs={"input_ids": ids, "labels": ids}, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_where_it_is_faster() -> None:
+    """Breaks if what the other microbatch hides is not in the seconds of a stage, or pairs are not half as many,
+    if as many are cut as for a schedule that runs them in turn, or pairs are predicted as one.
+    """
+    plan, in_turn = layers(microbatches=16), layers(microbatches=16, halves=False)
+    assert (plan.interface.together, in_turn.interface.together) == (2, 1)
+    assert plan.cost.step_time_s < 0.9 * in_turn.cost.step_time_s
+    assert plan.pipeline is not None and in_turn.pipeline is not None
+    assert plan.pipeline.timeline.bubble_share > in_turn.pipeline.timeline.bubble_share
+    pair, single = plan.pipeline.stages[1].cost, in_turn.pipeline.stages[1].cost
+    assert pair.forward_s < 1.9 * single.forward_s and pair.backward_bytes == 2 * single.backward_bytes
+    assert pair.saved_bytes == pytest.approx(2 * single.saved_bytes, rel=0.05)
+    free = layers()
+    assert free.interface.together == 2 and free.pipeline is not None
+    assert free.interface.microbatches == 2 * free.pipeline.schedule.num_microbatches > 16
+    assert free.cost.step_time_s <= plan.cost.step_time_s

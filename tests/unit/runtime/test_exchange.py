@@ -377,7 +377,7 @@ def test_adversaries_hold_what_was_planned_with_kernels(few: int, monkeypatch: p
 
     monkeypatch.setattr(SimulatedComm, "_exchange_rows", received)
     nodes = [priced(tokens, num, chosen, grad, torch.float32) for grad in (False, True)]
-    bounds = [buffer_bytes(*node, (num,), grouped=True) for node in nodes]
+    bounds = [buffer_bytes(*node, (num,), holds=expert_kernels.held_bytes) for node in nodes]
 
     def run(comm: SimulatedComm, case: Case) -> list[float]:
         g, *given = case.part(comm)
