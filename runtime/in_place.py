@@ -19,14 +19,23 @@ from autopar import operators
 from autopar.ir.graphs import CACHES
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
+from autopar.runtime.regions import recorded_in
 
 
 class InPlace:
-    """A program over some states of its own. Raises AutoparError as `load_program` does."""
+    """A program over some states of its own. Raises AutoparError as `load_program` does.
 
-    def __init__(self, program: LoadedProgram) -> None:
-        self._own = load_program(program.source, program.filename)
+    compile_regions: as there, of a program whose regions are all recorded (`recorded_regions.py`).
+    """
+
+    def __init__(self, program: LoadedProgram, compile_regions: bool | str = False) -> None:
+        self._own = load_program(program.source, program.filename, compile_regions)
         self._written: set[int] = set()
+        if compile_regions:
+            own, others = recorded_in(self._own.namespace), recorded_in(program.namespace)
+            assert own is not None and others is not None
+            for region, other in zip(own, others, strict=True):
+                region.write(self._written, other)
         namespace = self._own.namespace
         for name, with_writes in (("aten", _Aten), ("ops", _Operators)):
             if name in namespace:
@@ -58,7 +67,8 @@ class _Namespace:
 class _Aten(_Namespace):
     def index_copy(self, x: Tensor, dim: int, at: Tensor, source: Tensor) -> Tensor:
         if id(x) in self._written:
-            return x.index_copy_(dim, at, source)
+            x.index_copy_(dim, at, source)
+            return x
         return torch.index_copy(x, dim, at, source)
 
 

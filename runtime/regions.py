@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.compiling import compiler_errors, is_layout_assertion, lookup_backend
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.recorded_regions import RecordedRegion, is_straight
 
 logger = logging.getLogger("autopar")
 
@@ -48,9 +49,36 @@ def compile_regions(namespace: dict[str, Any], filename: str, backend: bool | st
             values=str(error).splitlines()[0],
             remedy="choose one of torch.compiler.list_backends()",
         ) from error
-    for key, function in list(namespace.items()):
-        if _is_region(key, function):
-            namespace[key] = _Region(key, function, compiler, filename).wrapped()
+    own = {key: function for key, function in namespace.items() if _is_region(key, function)}
+    is_inference = all(key.endswith(_PHASES[0]) for key in own)
+    for key, function in own.items():
+        region = _Region(key, function, compiler, filename).wrapped()
+        is_recorded = is_inference and is_straight(function)
+        namespace[key] = _recorded(key, function, compiler, filename, region) if is_recorded else region
+
+
+def recorded_in(namespace: Mapping[str, Any]) -> tuple[RecordedRegion, ...] | None:
+    """A program's regions, where all of them are recorded on the CPU; else None."""
+    found = [value for key, value in namespace.items() if _is_region(key, value)]
+    recorded = tuple(vars(each)[_RECORDED] for each in found if _RECORDED in vars(each))
+    return recorded if len(recorded) == len(found) else None
+
+
+_RECORDED = "_autopar_recorded"
+
+
+def _recorded(
+    name: str, function: Callable[..., Any], compiler: Any, filename: str, elsewhere: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function as it is recorded on the CPU. elsewhere: what it is on other devices."""
+    recorded = RecordedRegion(name, function, compiler, filename)
+
+    @wraps(function)
+    def run(comm: Communicator, p: dict[str, Any], *args: Any) -> Any:
+        return (recorded if comm.device.type == "cpu" else elsewhere)(comm, p, *args)
+
+    vars(run)[_RECORDED] = recorded
+    return run
 
 
 def _is_region(name: str, function: Any) -> bool:

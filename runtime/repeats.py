@@ -34,9 +34,10 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.graphs import Capture, Graph, Run, StateUses, cuda_graph
 from autopar.runtime.in_place import InPlace
 from autopar.runtime.layout import in_blocks
-from autopar.runtime.loader import LoadedProgram, Tensors
+from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.microbatches import seed_of
 from autopar.runtime.placements import from_dtensor_placements
+from autopar.runtime.regions import recorded_in
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.snapshot import Snapshot
 
@@ -244,9 +245,12 @@ class Repeat:
             return self.program.forward(self.comm, state, {}, given, self.seed)[0]
 
         self._num_runs += 1
-        if self.states and self._num_runs == 1 and not self.executable.compile_regions:
+        if self.states and self._num_runs == 1 and self._is_readable():
+            plain = self.program
+            if self.executable.compile_regions:  # which operators a compiled text calls is not seen
+                plain = load_program(plain.source, plain.filename)
             with StateUses({name: inputs[name] for name in self.states}) as uses:
-                values = forward(inputs)
+                values = plain.forward(self.comm, state, {}, inputs, self.seed)[0]
             self._written = uses.only_written()
             return self._handed_out(self.seen(values, as_number, {}), during)
         given = {source.entry.name: states[source.argument][source.state] for source in self.sources
@@ -258,12 +262,20 @@ class Repeat:
             seen = self.seen(values, as_number, same)
             graph.hand_out(seen)
             return seen
-        if not self._may_write(given, during):
+        may_write, is_compiled = self._may_write(given, during), bool(self.executable.compile_regions)
+        if not may_write and not (is_compiled and self._written):
             return self._handed_out(self.seen(forward(inputs), as_number, {}), during)
-        self._in_place = self._in_place or InPlace(self.program)
+        if not may_write:  # into copies: compiled once, for writing
+            inputs = {**inputs, **{name: inputs[name].clone() for name in self._written}}
+        self._in_place = self._in_place or InPlace(self.program, self.executable.compile_regions)
         values = self._in_place(self.comm, state, inputs, self.seed, self._written)
-        same = self._in_same_memory(values, inputs, given)
+        same = self._in_same_memory(values, inputs, given) if may_write else {}
         return self._handed_out(self.seen(values, as_number, same), during)
+
+    def _is_readable(self) -> bool:
+        """Whether states that its text writes may be written in place."""
+        is_on_cpu = self.comm.device.type == "cpu"
+        return not self.executable.compile_regions or (is_on_cpu and recorded_in(self.program.namespace) is not None)
 
     def _in_same_memory(self, values: Sequence[Tensor], inputs: Tensors, given: Mapping[str, Any]) -> dict[int, Any]:
         """The states that were written where they lay, by the places of outputs; others, as where a text that somebody

@@ -48,6 +48,8 @@ from autopar.operators.rotary_write import fake_rotary_write, rotary_write, rota
 from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
 
 _LIBRARY = Library("autopar", "DEF")
+SPELLED_OUT: dict[Any, Callable[..., Any]] = {}
+"""Each operator -> the calls of torch that it is where a device has no kernel of its own for it."""
 
 
 def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -55,6 +57,7 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any])
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     register_fake(f"autopar::{name}", fake, lib=_LIBRARY)
+    SPELLED_OUT[getattr(torch.ops.autopar, name).default] = kernel
 
 
 def _fake_attention(

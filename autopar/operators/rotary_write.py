@@ -47,13 +47,7 @@ def rotary_write(
     Raises:
         ValueError: codes without scales.
     """
-    new = [rotary(k, cos, sin), v]
-    caches = [keys, values]
-    if storage:
-        if key_scales is None or value_scales is None:
-            raise ValueError(f"caches that are stored as {storage} come with scales")
-        (own_keys, own_key_scales), (own_values, own_value_scales) = (STORAGES[storage].encode(x) for x in new)
-        new, caches = [own_keys, own_values, own_key_scales, own_value_scales], [*caches, key_scales, value_scales]
+    caches, new = _written((keys, values, key_scales, value_scales), rotary(k, cos, sin), v, storage)
     return [rotary(q, cos, sin), *(x.index_copy(2, at, own) for x, own in zip(caches, new, strict=True))]
 
 
@@ -72,11 +66,23 @@ def rotary_write_(
     storage: str = "",
 ) -> Tensor:
     """The same, written into the caches that are given: q'."""
-    rotated, *written = rotary_write(q, k, v, cos, sin, keys, values, at, key_scales, value_scales, storage=storage)
-    for cache, new in zip((keys, values, key_scales, value_scales), written):
-        if cache is not None:
-            cache.copy_(new)
-    return rotated
+    caches, new = _written((keys, values, key_scales, value_scales), rotary(k, cos, sin), v, storage)
+    for cache, own in zip(caches, new, strict=True):
+        cache.index_copy_(2, at, own)
+    return rotary(q, cos, sin)
+
+
+def _written(
+    caches: Sequence[Tensor | None], k: Tensor, v: Tensor, storage: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The caches that there are, and what is written into each of them."""
+    held = [x for x in caches if x is not None]
+    if not storage:
+        return held[:2], [k, v]
+    if len(held) < 4:
+        raise ValueError(f"caches that are stored as {storage} come with scales")
+    (keys, key_scales), (values, value_scales) = (STORAGES[storage].encode(x) for x in (k, v))
+    return held, [keys, values, key_scales, value_scales]
 
 
 def fake_rotary_write(q: Tensor, *given: Tensor | None, storage: str = "") -> list[Tensor]:

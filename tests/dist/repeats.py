@@ -19,9 +19,9 @@ from autopar.runtime.in_place import InPlace
 from tests.dist import generation
 
 
-def _compiled(model: Any, strategy: str = "tensor") -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",))
-    return autopar.compile(copy.deepcopy(model), mesh, strategy=strategy)
+def _compiled(model: Any, strategy: str = "tensor", way: str = "plain") -> Any:
+    mesh, backend = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",)), BACKENDS.get(way, False)
+    return autopar.compile(copy.deepcopy(model), mesh, strategy=strategy, compile_regions=backend)
 
 
 def on_the_same_memory(rehearse: Work, work: Work) -> tuple[Sequence[Tensor], Callable[[], None]]:
@@ -43,6 +43,8 @@ def no_graph(rehearse: Work, work: Work) -> tuple[Sequence[Tensor], Callable[[],
     raise RuntimeError("it waits for the device")
 
 
+BACKENDS: dict[str, bool | str] = {"compiled": "aot_eager", "inductor": True}
+"""Ways in which regions are compiled."""
 WAYS = {"graphs": on_the_same_memory, "none": no_graph}
 
 
@@ -50,7 +52,7 @@ WAYS = {"graphs": on_the_same_memory, "none": no_graph}
 def as_graphs(way: str) -> Iterator[None]:
     """Inside, programs that may be CUDA graphs are something like it on a CPU."""
     before = repeats.may_be_graph, repeats.cuda_graph
-    repeats.may_be_graph = lambda comm: way != "plain"
+    repeats.may_be_graph = lambda comm: way in ("graphs", "none")
     repeats.cuda_graph = WAYS.get(way, no_graph)
     try:
         yield
@@ -67,7 +69,7 @@ def tokens(name: str, way: str) -> tuple[dict[str, list[list[int]]], int]:
     """The tokens of every case, twice the same; how many calls were repeats."""
     with as_graphs(way):
         model, prompt = generation.model_and_prompt(name)
-        compiled = _compiled(model)
+        compiled = _compiled(model, way=way)
         found = generation.generated(compiled, prompt)
         assert generation.generated(compiled, prompt) == found
         return found, _num_runs(compiled)
@@ -76,15 +78,15 @@ def tokens(name: str, way: str) -> tuple[dict[str, list[list[int]]], int]:
 def kept_by_a_script(way: str) -> list[bool]:
     """What a script keeps of one run is as it was after others: its cache, logits of every token."""
     with as_graphs(way):
-        return _kept_by_a_script()
+        return _kept_by_a_script(way)
 
 
-def written_in_place() -> tuple[list[int], bool]:
+def written_in_place(way: str) -> tuple[list[int], bool]:
     """How many of the calls in each of two runs wrote their caches in place, and whether a run is over when it is: a
     cache that is taken up again stays as it was, and gives the same twice.
     """
     model, prompt = generation.model_and_prompt("qwen2")
-    compiled, plain = _compiled(model), InPlace.__call__
+    compiled, plain = _compiled(model, way=way), InPlace.__call__
     counts: list[int] = []
 
     def counted(self: InPlace, *given: Any, **named: Any) -> Sequence[Tensor]:
@@ -107,9 +109,9 @@ def written_in_place() -> tuple[list[int], bool]:
     return counts[:2], torch.equal(*found)
 
 
-def _kept_by_a_script() -> list[bool]:
+def _kept_by_a_script(way: str) -> list[bool]:
     model, prompt = generation.model_and_prompt("qwen2")
-    compiled = _compiled(model)
+    compiled = _compiled(model, way=way)
     said: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     for _ in range(2):
         compiled.generate(**prompt, **said)

@@ -10,7 +10,9 @@ from tests.dist.launch import launch
 
 @pytest.mark.slow
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("way", "ranks"), [("plain", 1), ("plain", 2), ("graphs", 1), ("none", 1)])
+@pytest.mark.parametrize(
+    ("way", "ranks"), [("plain", 1), ("plain", 2), ("graphs", 1), ("none", 1), ("compiled", 1), ("compiled", 2)]
+)
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mamba", "lfm2", "t5"])
 def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> None:
     """Breaks if an input of a repeat goes elsewhere, if a state is another's, if a graph's memory is not what a call
@@ -23,7 +25,7 @@ def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["graphs", "plain"])
+@pytest.mark.parametrize("way", ["graphs", "plain", "compiled"])
 def test_what_a_script_keeps_is_not_written(way: str) -> None:
     """Breaks if a graph, or a program that writes in place, writes into a cache of an earlier run that somebody holds,
     or hands out its own logits.
@@ -33,10 +35,11 @@ def test_what_a_script_keeps_is_not_written(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_caches_are_written_in_place_within_one_call() -> None:
+@pytest.mark.parametrize(("way", "ranks", "counts"), [("plain", 2, [5, 6]), ("compiled", 1, [5, 7])])
+def test_caches_are_written_in_place_within_one_call(way: str, ranks: int, counts: list[int]) -> None:
     """Breaks if tokens copy their caches, or if a cache that is taken up again is written by what takes it up."""
-    for counts, same in launch(repeats.written_in_place, 2, timeout_s=240.0):
-        assert counts == [5, 6]  # of 7 tokens behind the prompt: what is new is looked up, and then looked at, once
+    for found, same in launch(repeats.written_in_place, ranks, way, timeout_s=240.0):
+        assert found == counts  # of 7 tokens behind the prompt: what is new is looked up, and then looked at, once
         assert same
 
 
