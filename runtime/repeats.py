@@ -245,12 +245,12 @@ class Repeat:
             return self.program.forward(self.comm, state, {}, given, self.seed)[0]
 
         self._num_runs += 1
+        is_compiled = bool(self.executable.compile_regions)
         if self.states and self._num_runs == 1 and self._is_readable():
-            plain = self.program
-            if self.executable.compile_regions:  # which operators a compiled text calls is not seen
-                plain = load_program(plain.source, plain.filename)
+            # Which operators a compiled text calls is not seen.
+            text = load_program(self.program.source, self.program.filename) if is_compiled else self.program
             with StateUses({name: inputs[name] for name in self.states}) as uses:
-                values = plain.forward(self.comm, state, {}, inputs, self.seed)[0]
+                values: Sequence[Tensor] = text.forward(self.comm, state, {}, inputs, self.seed)[0]
             self._written = uses.only_written()
             return self._handed_out(self.seen(values, as_number, {}), during)
         given = {source.entry.name: states[source.argument][source.state] for source in self.sources
@@ -262,10 +262,10 @@ class Repeat:
             seen = self.seen(values, as_number, same)
             graph.hand_out(seen)
             return seen
-        may_write, is_compiled = self._may_write(given, during), bool(self.executable.compile_regions)
+        may_write = self._may_write(given, during)
         if not may_write and not (is_compiled and self._written):
             return self._handed_out(self.seen(forward(inputs), as_number, {}), during)
-        if not may_write:  # into copies: compiled once, for writing
+        if not may_write:  # compiled once, for writing: into copies
             inputs = {**inputs, **{name: inputs[name].clone() for name in self._written}}
         self._in_place = self._in_place or InPlace(self.program, self.executable.compile_regions)
         values = self._in_place(self.comm, state, inputs, self.seed, self._written)
@@ -274,8 +274,9 @@ class Repeat:
 
     def _is_readable(self) -> bool:
         """Whether states that its text writes may be written in place."""
-        is_on_cpu = self.comm.device.type == "cpu"
-        return not self.executable.compile_regions or (is_on_cpu and recorded_in(self.program.namespace) is not None)
+        if not self.executable.compile_regions:
+            return True
+        return self.comm.device.type == "cpu" and recorded_in(self.program.namespace) is not None
 
     def _in_same_memory(self, values: Sequence[Tensor], inputs: Tensors, given: Mapping[str, Any]) -> dict[int, Any]:
         """The states that were written where they lay, by the places of outputs; others, as where a text that somebody

@@ -17,12 +17,13 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._modules = [
-            (vars(module), module, type(module), module.training, tuple(module._modules.values()),
-             tuple(module._parameters.values()))
+            (vars(module), module, type(module), module.training, list(module._modules.values()),
+             list(map(id, module._parameters.values())))
             for module in modules
         ]  # fmt: skip
         inside = [getattr(each, kind) for each in modules[1:] for kind in {**FORWARD, **BACKWARD}]
-        self._hooks = [(hooks, tuple(hooks)) for hooks in inside]
+        self._no_hooks = [hooks for hooks in inside if not hooks]
+        self._hooks = [(hooks, tuple(hooks)) for hooks in inside if hooks]
         numbers = [
             (vars(module), name, value)
             for module in modules
@@ -31,7 +32,8 @@ class Snapshot:
         ]
         self._names = [(held, name) for held, name, _ in numbers]
         self._values = [list(x) if isinstance(x, list) else x for *_, x in numbers]
-        self._parameters = [(p, p.requires_grad, p.grad is None) for p in model.parameters()]
+        self._parameters = list(model.parameters())  # held, so that their ids are nobody else's
+        self._grads = _grads(self._parameters)
 
     def holds(self) -> bool:
         """Whether all of it is as it was."""
@@ -39,17 +41,17 @@ class Snapshot:
             if (
                 type(module) is not kind
                 or held["training"] is not training
-                or tuple(held["_modules"].values()) != children
-                or not _are_same(tuple(held["_parameters"].values()), parameters)
+                or [*held["_modules"].values()] != children
+                or [*map(id, held["_parameters"].values())] != parameters
             ):
                 return False
         if [held.get(name) for held, name in self._names] != self._values:
             return False
-        if any(tuple(hooks) != keys for hooks, keys in self._hooks):
+        if any(self._no_hooks) or any(tuple(hooks) != keys for hooks, keys in self._hooks):
             return False
-        return all(p.requires_grad is wants and (p.grad is None) is has_none for p, wants, has_none in self._parameters)
+        return _grads(self._parameters) == self._grads
 
 
-def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Object by object: `==` of tensors is something else."""
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+def _grads(parameters: Sequence[nn.Parameter]) -> list[tuple[bool, bool]]:
+    """Of each, whether it wants gradients, and whether it has none."""
+    return [(p.requires_grad, p.grad is None) for p in parameters]

@@ -72,9 +72,7 @@ def rotary_write_(
     return rotary(q, cos, sin)
 
 
-def _written(
-    caches: Sequence[Tensor | None], k: Tensor, v: Tensor, storage: str
-) -> tuple[list[Tensor], list[Tensor]]:
+def _written(caches: Sequence[Tensor | None], k: Tensor, v: Tensor, storage: str) -> tuple[list[Tensor], list[Tensor]]:
     """The caches that there are, and what is written into each of them."""
     held = [x for x in caches if x is not None]
     if not storage:

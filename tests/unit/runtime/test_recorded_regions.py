@@ -131,11 +131,10 @@ def test_states_are_written_where_they_lie(compiled: tuple[LoadedProgram, list[A
     again = {**inputs()[1], "x": given["x"] + 1}
     check(in_place(COMM, state, again, 0, ()), run(program.forward, state, again))
     check(found, before)
+    assert len(graphs) == 3  # what writes nothing is made once for both
 
 
-def test_what_fails_to_compile_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fails_to_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Breaks if generation ends where a compiler fails, or is told of it at every token."""
 
     def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> Any:
