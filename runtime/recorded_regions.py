@@ -132,7 +132,7 @@ class RecordedRegion:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """Compiled for arguments of one layout. outputs: which of the arguments each is; None: the next that `run` gives."""
+    """Compiled for arguments of one layout. outputs: which of the arguments each is; None: the next of `run`."""
 
     run: Callable[..., Sequence[Tensor]]
     outputs: Sequence[int | None]
