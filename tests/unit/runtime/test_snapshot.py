@@ -42,7 +42,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_is_seen(name: str) -> None:
     """Breaks if a call goes on as the one before though the model is another."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Sequential())
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Sequential())
     model[0].register_forward_hook(_hook)
     snapshot = Snapshot(model)
     with torch.no_grad():
