@@ -29,6 +29,7 @@ from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.passes.placement.unsplit import Unsplit
 from autopar.passes.placement.variants import Variants
 from autopar.solver.problem import AssignmentProblem, Solution
+from autopar.solver.search import STANDING
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import family_of
@@ -138,7 +139,8 @@ def place(
         if not explain:
             raise refused or _nothing(memory_limit_bytes, excluded=solution.excluded)
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
-    if learnt is not None and solution.gap > proof_gap:  # one that was not ended by the clock ends early elsewhere
+    # One that was not ended by the clock ends early elsewhere.
+    if learnt is not None and solution.gap > STANDING * proof_gap:
         learnt.chosen[key] = solution.choice
     if hints is not None and (excluded or limit is None):  # not for want of memory
         hints.conceded[family_of(strategies)] = conceded

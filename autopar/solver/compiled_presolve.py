@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.solver.compiled import exactly
-from autopar.solver.graph import Graph
+from autopar.solver.graph import Graph, forbidding
 from autopar.solver.problem import BoolArray, Edge, FloatArray, IntArray
 
 
@@ -78,7 +78,7 @@ def undominated(graph: Graph, fresh: Sequence[bool], num_rivals: int) -> list[Bo
 
 def propagate(alive: Sequence[BoolArray], edges: Sequence[Edge]) -> tuple[list[BoolArray], int | None]:
     """The largest arc consistent subset of `alive`, and the node that is left without a choice, if any."""
-    hard = [e for e in edges if not np.isfinite(e.costs).all()]
+    hard = list(itertools.compress(edges, forbidding(edges)))
     structure = sides([len(mask) for mask in alive], hard)
     allowed = [np.isfinite(e.costs).ravel() for e in hard]
     flat = np.concatenate(alive)

@@ -13,6 +13,8 @@ _HASH = np.random.default_rng(0).integers(1, 2**63, 16_384, dtype=np.uint64)
 """Rows whose sums weighted by these (modulo 2**64) differ are not equal."""
 FEW_ROWS = 16
 """Rows that are told apart by their bytes in less time than their sums take."""
+SMALL_CELLS = 4096
+"""Of an edge that is looked at together with others."""
 PARALLEL_GROWTH = 4
 """Parallel edges become one unless its matrix would have more than this many times their cells together."""
 
@@ -169,6 +171,18 @@ def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray
     joint = np.zeros(len(used), dtype=np.int64)
     joint[codes] = np.arange(len(codes))
     return joint[pairs], codes // width, codes % width
+
+
+def forbidding(edges: Sequence[Edge]) -> list[bool]:
+    """Which edges forbid some pair of choices: asked of small ones all at once, as most have a few cells."""
+    found = [e.costs.size > SMALL_CELLS and not np.isfinite(e.costs).all() for e in edges]
+    small = [index for index, e in enumerate(edges) if e.costs.size <= SMALL_CELLS]
+    if small:
+        cells = np.concatenate([edges[index].costs.ravel() for index in small])
+        starts = np.cumsum([0, *(edges[index].costs.size for index in small[:-1])])
+        for index, forbids in zip(small, np.logical_or.reduceat(np.isinf(cells), starts).tolist(), strict=True):
+            found[index] = forbids
+    return found
 
 
 def _with_classes(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:

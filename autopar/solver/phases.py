@@ -83,7 +83,7 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
         prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, hopeless, lasting=lasting)
         find_fitting = _fit(oracle, search, prices, find_fitting)
         if lasting:
-            search.gap = max(search.gap, search.settled_gap)
+            search.gap = max(search.gap, search.standing_gap)
         if not search.is_open:
             return prices
         given_up = untangles and not lasting and search.relative_gap > POOLED_GAP

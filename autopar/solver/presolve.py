@@ -7,11 +7,13 @@ Every step is exact for *any* price on memory, because a choice only goes, or is
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from autopar.solver.consistency import Domains, propagate
 from autopar.solver.dominance import undominated
-from autopar.solver.graph import Graph, merge, restrict, tidy
+from autopar.solver.graph import Graph, forbidding, merge, restrict, tidy
 from autopar.solver.methods import is_long
 from autopar.solver.problem import Edge, FloatArray, IntArray
 
@@ -70,9 +72,7 @@ def merge_ties(graph: Graph) -> Graph:
             table = table[onward]
         return v, table
 
-    for edge in graph.edges:
-        if np.isfinite(edge.costs).all():
-            continue
+    for edge in itertools.compress(graph.edges, forbidding(graph.edges)):
         (u, u_table), (v, v_table) = owner(edge.u), owner(edge.v)
         if u == v:
             continue

@@ -17,6 +17,10 @@ from autopar.solver.problem import USAGE_TOLERANCE, FloatArray, IntArray, relati
 MAX_COLUMNS = 400
 SETTLED_GAP = 5e-3
 """What remains below this takes a wide graph as long again, and is less than what objectives of such leave out."""
+STANDING = 1.25
+"""So many times the `proof_gap` will do where messages stand still: pools, dives and programs of wide graphs take as
+long again, and found nothing better where so little was left.
+"""
 
 Progress = Callable[[str, float, float], None]
 
@@ -108,6 +112,11 @@ class Search:
     def settled_gap(self) -> float:
         """The gap at which messages that are passed until they settle need not go on."""
         return min(self.proof_gap, SETTLED_GAP)
+
+    @property
+    def standing_gap(self) -> float:
+        """The gap at which nothing follows on messages that stand still."""
+        return STANDING * self.proof_gap
 
     @property
     def relative_gap(self) -> float:

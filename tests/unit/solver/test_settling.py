@@ -9,10 +9,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from autopar.solver import AssignmentProblem, Edge, Node, oracle, pool, solve
+from autopar.solver import AssignmentProblem, Edge, Node, oracle, phases, pool, solve
 from autopar.solver.compiled_messages import CompiledMessages
 from autopar.solver.graph import Graph
-from autopar.solver.search import SETTLED_GAP
+from autopar.solver.search import SETTLED_GAP, STANDING
 from tests.unit.solver.instances import layered, thresholds
 
 pytestmark = pytest.mark.unit
@@ -60,6 +60,21 @@ def test_messages_that_cannot_settle_are_given_up() -> None:
     first = bounds[: oracle.LASTING_SWEEPS]
     assert len(first) < oracle.LASTING_SWEEPS
     assert max(first[: oracle.STILL_SWEEPS]) < found.cost
+
+
+@pytest.mark.parametrize("proof_gap", [0.85, 0.75])
+def test_little_that_standing_messages_leave_is_left(proof_gap: float) -> None:
+    """Breaks if programs are asked about what messages that stand still leave within `STANDING` times the gap that will
+    do, or are not where they leave more: the ring's bound is 0, so its gap is 1.
+    """
+    differ, whole = np.where(np.eye(2, dtype=bool), 1.0, 0.0), np.arange(2)
+    nodes = tuple(Node(f"n{v}", np.zeros(2)) for v in range(9))
+    edges = tuple(Edge(v, (v + step) % 9, whole, whole, differ) for v in range(9) for step in (1, 2))
+    asked: list[object] = []
+    with loops(), patch.object(phases, "_solve_pool", lambda *given: asked.append(given)):
+        found = solve(AssignmentProblem(nodes, edges), proof_gap=proof_gap)
+    assert found.choice
+    assert bool(asked) == (proof_gap * STANDING < 1)
 
 
 def test_choices_are_looked_for_while_messages_settle() -> None:
