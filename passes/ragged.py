@@ -81,7 +81,7 @@ class Ragged(TorchFunctionMode):
         """A forward in which it is on.
 
         Raises:
-            AutoparError: a slice was written into, and assigned nowhere.
+            AutoparError: a slice was written into, and assigned nowhere; too many numbers are handed out.
         """
 
         @functools.wraps(forward)
@@ -97,9 +97,8 @@ class Ragged(TorchFunctionMode):
                     where=line,
                     remedy="do it for all groups (a slice of no rows gives none), or collect nothing but their rows",
                 )
-            self._read.check(found)
             self._cuts.clear()
-            return found
+            return self._read.handed_out(found)
 
         return run
 

@@ -7,10 +7,14 @@
 
 They are what Python's numbers would be: of int64 or float64, beside other tensors of these tensors' types, and without
 a gradient. What asks for more than arithmetic (a size, a branch, a format) meets a tensor whose value nobody knows.
+Numbers that forward returns are outputs of the program, read where it is over: `float(x)` and `int(x)`, too, where the
+source says that nothing else is done with them.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.passes.checks import frame_of_model
+from autopar.passes.source import is_only_handed_out
 
+MOST_RETURNED = 64
+"""Numbers that a forward returns."""
 MOST = 4096
 """Elements of a tensor whose numbers are read one by one: as many groups, not tokens."""
 _DIVIDING = frozenset({"div", "true_divide", "divide", "__truediv__", "__rtruediv__", "__rdiv__", "__div__"})
@@ -45,6 +53,7 @@ class Numbers(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._numbers: dict[int, weakref.ref[Tensor]] = {}
+        self._plain: dict[int, tuple[int | float, Tensor]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -52,7 +61,16 @@ class Numbers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READ and not kwargs and len(args) == 1 and self._is_read(args[0], func):
             return _READ[func](self, args[0])
+        if func in _PLAIN and self._is_read(args[0], Tensor.item) and args[0].numel() == 1:
+            frame = frame_of_model(sys._getframe(1), own=True)
+            if frame is not None and is_only_handed_out(frame, "float" if func is Tensor.__float__ else "int"):
+                return self._as_plain(args[0], func)
         name = getattr(func, "__name__", "")
+        if name == "__format__" and self.is_number(args[0]):
+            raise AutoparError(
+                "forward() writes down a number that it reads of a tensor, which nobody has when a program is made",
+                remedy="return the tensor, and print it outside of forward()",
+            )
         if not self._numbers or not any(self.is_number(each) for each in args):
             return func(*args, **kwargs)
         func = _IN_PLACE.get(name, func) if self.is_number(args[0]) else func
@@ -71,17 +89,23 @@ class Numbers(TorchFunctionMode):
         held = self._numbers.get(id(value)) if isinstance(value, Tensor) else None
         return held is not None and held() is value
 
-    def check(self, results: Any) -> None:
-        """Look at what a forward returns.
+    def handed_out(self, results: Any) -> Any:
+        """What a forward returns, its numbers marked as such: a program returns the tensors, of which they are read.
 
         Raises:
-            AutoparError: a number that it has read of a tensor.
+            AutoparError: there are more than `MOST_RETURNED`.
         """
-        if any(map(self.is_number, compat.tree_flatten(results)[0])):
+        leaves, spec = compat.tree_flatten(results)
+        read = [each if self.is_number(each) else self._made_plain(each) for each in leaves]
+        count = sum(each is not None for each in read)
+        if count > MOST_RETURNED:
             raise AutoparError(
-                "forward() returns a number that it reads of a tensor (.item(), .tolist()), which a program does not",
-                remedy="return the tensor, loss.detach(), and read the number of it where it is used",
+                f"forward() returns {count} numbers that it reads of tensors (.tolist()): a program returns "
+                f"{MOST_RETURNED} at most",
+                remedy="return the tensor, predictions.detach(), and read its numbers where they are used",
             )
+        marked = [x if number is None else compat.ReadNumber(number) for x, number in zip(leaves, read, strict=True)]
+        return compat.tree_unflatten(marked, spec) if count else results
 
     def _number(self, value: Tensor) -> Tensor:
         wide = torch.float64 if value.is_floating_point() else torch.int64
@@ -106,6 +130,19 @@ class Numbers(TorchFunctionMode):
         whole = [each.dtype for each in others if each.dtype != torch.bool]
         return value.to(floating[0]) if floating else value.to(whole[0]) if whole else value
 
+    def _as_plain(self, x: Tensor, func: Callable[..., Any]) -> int | float:
+        """`float(x)`, `int(x)`: a number like no other, which is found again in what forward returns."""
+        number = math.nan if func is Tensor.__float__ else _MANY + len(self._plain)
+        number = number + 0  # an object of its own
+        value = x.detach().reshape(())
+        value = value.to(torch.float64) if func is Tensor.__float__ else value.trunc().to(torch.int64)
+        self._plain[id(number)] = number, value
+        return number
+
+    def _made_plain(self, value: Any) -> Tensor | None:
+        held = self._plain.get(id(value))
+        return held[1] if held is not None and held[0] is value else None
+
     def item(self, x: Tensor) -> Tensor:
         """As `x.item()`."""
         return self._number(x.detach())
@@ -123,6 +160,9 @@ class Numbers(TorchFunctionMode):
         return found.reshape(tuple(x.shape))
 
 
+_MANY = 1 << 61
+"""No small number, of which Python has one object each."""
+_PLAIN = (Tensor.__float__, Tensor.__int__)
 _READ: Mapping[Callable[..., Any], Callable[[Numbers, Tensor], Any]] = {
     Tensor.item: Numbers.item, Tensor.tolist: Numbers.tolist, Tensor.numpy: Numbers.numpy,
 }  # fmt: skip

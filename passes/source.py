@@ -80,6 +80,39 @@ def outside_of(tree: ast.AST, left: Sequence[ast.stmt]) -> list[ast.AST]:
     return [node for node in ast.walk(tree) if id(node) not in inside]
 
 
+def is_only_handed_out(frame: FrameType, function: str) -> bool:
+    """Whether what a frame asks of a function (`float(x)`) goes into what the frame's function returns, and nowhere
+    else: into dicts, lists, tuples, arguments by name.
+    """
+    source = source_of(frame.f_code)
+    places = set() if source is None else asked_at(frame, source)
+    asked = [
+        node for node in (() if source is None else ast.walk(source.tree))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+        and span(node) in places
+    ]  # fmt: skip
+    return source is not None and len(asked) == 1 and _is_returned(asked[0], source, frozenset())
+
+
+def _is_returned(node: ast.AST, source: Source, names: frozenset[str]) -> bool:
+    parent = source.parents.get(node)
+    if isinstance(parent, ast.Return):
+        return True
+    if isinstance(parent, ast.Dict):
+        return node in parent.values and _is_returned(parent, source, names)
+    if isinstance(parent, ast.Tuple | ast.List):
+        return _is_returned(parent, source, names)
+    if isinstance(parent, ast.keyword):
+        return _is_returned(source.parents[parent], source, names)
+    if not isinstance(parent, ast.Assign) or len(parent.targets) != 1 or not isinstance(parent.targets[0], ast.Name):
+        return False
+    name = parent.targets[0].id
+    named = [x for x in ast.walk(source.tree) if isinstance(x, ast.Name) and x.id == name]
+    read = [x for x in named if isinstance(x.ctx, ast.Load)]
+    once = len(named) == len(read) + 1 and name not in names
+    return once and all(_is_returned(each, source, names | {name}) for each in read)
+
+
 def is_tensor(node: ast.expr, source: Source, frame: FrameType, seen: frozenset[str] = frozenset()) -> bool:
     """Whether an expression is a tensor for certain: a function of tensors, what a module gives, reckoned with one."""
     if isinstance(node, ast.BinOp):

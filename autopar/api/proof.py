@@ -366,7 +366,7 @@ def _run(
     draws = handed(draws_of(program, seed))
     with draws:
         output = _eager(model, inputs)
-    results = tuple(value for value in tracing.tree_flatten(output)[0] if isinstance(value, torch.Tensor))
+    results = tuple(x for x in map(_as_tensor, tracing.tree_flatten(output)[0]) if x is not None)
     if program.training:
         # What depends on parameters here, and does not in the program, has lost its gradient there: not here.
         roots = [
@@ -378,6 +378,13 @@ def _run(
         with draws:  # what a checkpoint runs again draws what it drew
             run_backward([value for value, _ in roots], given)
     return tuple(value.detach() for value in results)
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor | None:
+    """An output: a tensor, or a number that forward read of one; None of a text."""
+    if isinstance(leaf, float):
+        return torch.tensor(leaf, dtype=torch.float64)
+    return torch.tensor(leaf) if type(leaf) is int else leaf if isinstance(leaf, torch.Tensor) else None
 
 
 def _eager(model: nn.Module, inputs: Mapping[str, Any]) -> Any:

@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 # capture: what a model makes of Python's own numbers is computed while it is traced.
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.base.torch_compat.trees import ReadNumber as ReadNumber
 from autopar.base.torch_compat.trees import dump_treespec as dump_treespec
 from autopar.base.torch_compat.trees import load_treespec as load_treespec
 from autopar.base.torch_compat.trees import output_names as output_names

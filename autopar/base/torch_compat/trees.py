@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+# capture: numbers that are read of tensors without data are put together as such tensors.
+from torch._subclasses.fake_tensor import FakeTensor
+
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
 
@@ -104,6 +107,25 @@ def register_container(
         serialized_type_name=name or f"{kind.__module__}.{kind.__name__}",
         flatten_with_keys_fn=with_keys,
     )
+
+
+class ReadNumber:
+    """A number that a forward reads of a tensor and hands out: a leaf in a spec, and put together the number itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def _as_read(values: list[Any], _rest: Any) -> Any:
+    (value,) = values
+    if not isinstance(value, torch.Tensor):
+        return value
+    return ReadNumber(value) if value.is_meta or isinstance(value, FakeTensor) else value.item()
+
+
+register_container(ReadNumber, lambda number: ([number.value], None), _as_read, "autopar.ReadNumber")
 
 
 # -- objects of a script's own classes
