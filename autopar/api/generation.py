@@ -76,7 +76,7 @@ def phase_inputs(model: nn.Module, generation: Generation, ways: int = 1) -> dic
         lambda _, rows, __, encoded: caches.new_cache(
             model, rows, length, torch.device("cpu"), encoded, generation.cache
         ),
-        beams=generation.beams, encoder=Unfilled,
+        beams=generation.beams, chunk=generation.chunk, encoder=Unfilled,
     )  # fmt: skip
     assert short.shape[0] == generation.batch
     return dict(zip(PHASES, found, strict=False))

@@ -8,7 +8,8 @@ Outside attention every operator works on its part of the sequence, so nothing i
 
 In generation a token is one position, and what is long is the cache:
 
-    split_kv       by keys: each rank keeps a piece of the cache's length, attends to it, and what all give is merged
+    split_kv       by keys: each rank keeps a piece of the cache's length, attends to it, and what all give is merged;
+                   the tokens of a prompt may be split outside attention, where queries, keys and values are gathered
 
 Parameters lie on these axes as memory and time want them: whole, or in pieces that are gathered for use; gradients are
 summed over the axis as under `ddp`.
@@ -63,14 +64,15 @@ RING = replace(
 )
 SPLIT_KV = AxisStrategy(
     "split_kv",
-    "keys and values of a cache, along its length",
-    "each token and layer: a maximum and a sum, or a gather, of what attention to each piece gives",
+    "keys and values of a cache, along its length; the tokens of a prompt",
+    "each token and layer: a maximum and a sum, or a gather, of what attention to each piece gives; of a prompt: "
+    "queries, keys and values gathered, what attention gives scattered",
     "Dao et al., Flash-Decoding, 2023; Bhatia et al., Helix Parallelism, 2507.07120 (KV parallelism)",
     inputs="replicate",
     parameters=frozenset({"replicate", "gather", "keep"}),
     inside_blocks=frozenset({"slice"}),
     attention="keys",
-    around_attention=frozenset({"slice", "all_reduce", "all_gather"}),
+    around_attention=frozenset({"slice", "all_reduce", "all_gather", "reduce_scatter"}),
 )
 CONTEXT = (ULYSSES, ALLGATHER_KV, RING, SPLIT_KV)
 USP_ROW = (

@@ -23,7 +23,9 @@ def values_of_attention(region: Region) -> frozenset[str]:
     near: set[fx.Node] = set()
     for node in region.graph.nodes:
         if is_of_pieces(node):
-            near.add(node)
+            near |= {node, operands_of(node)[0]}
+        elif factor_of_pieces(node) is not None:  # what is written into a cache
+            near.add(operands_of(node)[-1])
         elif is_attention(node):
             near |= {node, *operands_of(node)}
         elif hands_on(region, node) and any(source in near and _given(region, source) for source in operands_of(node)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,9 @@ from autopar import operators as ops
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches
 from autopar.ir.sharding import Shard
+from autopar.machine import profiles
+from autopar.machine.hardware import Hardware
+from autopar.machine.links import Link
 from autopar.planner.generation import pieces_pinned
 
 WANTED = autopar.Generation(batch=2, prompt=5, new_tokens=4)
@@ -163,6 +167,32 @@ def test_one_message_where_that_is_faster() -> None:
     plan = _planned("llama", {"cp": 2}, "split_kv").decode
     rows = [row for row in plan.collectives if row.axis == "cp" and "layers" in row.where]
     assert [(row.kind, row.times) for row in rows] == [("all_gather", 2)]
+
+
+@lru_cache
+def _free_links() -> Hardware:
+    """Where messages and launches cost nothing, so that whatever is split saves time."""
+    own = profiles.load("h100")
+
+    def free(link: Link) -> Link:
+        return replace(Link(1e18, 1e-15), kind=link.kind)
+
+    return replace(
+        own, node=free(own.node), network=free(own.network), collective_launch_s=0.0, launch_overhead_s=1e-12
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "padded"), [("llama", True), ("mistral", False), ("gpt_oss", False)])
+def test_tokens_of_a_prompt_are_split_where_that_pays(name: str, padded: bool) -> None:
+    """Breaks if each rank of a cache's length multiplies every token of a prompt, or tokens are not those of the whole:
+    their places, what they see, whose they are in the cache.
+    """
+    wanted = autopar.Generation(batch=1, prompt=8, new_tokens=5, padded=padded)
+    mesh = autopar.Mesh({"cp": 2}, hardware=_free_links())
+    plan = autopar.plan_generation(_model(name), mesh, wanted, strategy="split_kv")
+    assert any("ops.linear(" in line and "[1, 8/cp, 32]" in line for line in plan.prefill.source.splitlines())
+    assert plan.verify().ok
 
 
 @pytest.mark.moderate

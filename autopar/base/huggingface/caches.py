@@ -19,7 +19,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts
 from autopar.base.huggingface.layout import KINDS, Layout
 from autopar.base.huggingface.masks import SPELLED_OUT
-from autopar.base.huggingface.reuse import does_not_go_back, fitting, needed
+from autopar.base.huggingface.reuse import does_not_go_back, fitting, known_empty, needed
 
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
@@ -291,7 +291,8 @@ def generating(
         length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
         name = name_of(self) or NAMES[0]
         if not is_cache(model_kwargs.get(name)):
-            model_kwargs[name] = make(self, rows, length, encoded_among(model_kwargs))
+            made = make(self, rows, length, encoded_among(model_kwargs))
+            model_kwargs[name] = made if config.prefill_chunk_size is not None else known_empty(made)
         else:
             length = needed(model_kwargs, length, config.max_new_tokens)
             model_kwargs[name] = fitting(model_kwargs[name], rows, whole(self, length))

@@ -23,6 +23,9 @@ KINDS = {
 STORED = ("attention", "indexed", "hybrid", "cross")
 """Kinds that keep keys and values."""
 
+COUNTED = ("attention", "indexed", "hybrid")
+"""Kinds that know how many positions are written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -38,24 +41,28 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a layer keeps beside its tensors. kind: see `states.py`. parts: of a linear or hybrid layer. storage:
-    of keys and values, a name of `base/codes.py`; None: as they are.
+    of keys and values, a name of `base/codes.py`; None: as they are. empty: whether it is known that no position of
+    them is written: what the first tokens see is then known without a look at the cache.
     """
 
     kind: str
     parts: tuple[Part, ...] = ()
     storage: str | None = None
+    empty: bool = False
 
     @staticmethod
     def of(data: Any) -> Layout:
         """The inverse of `to_data`."""
-        kind, parts, *storage = data
-        return Layout(str(kind), tuple(Part(*part) for part in parts), *storage)
+        kind, parts, *rest = data
+        return Layout(str(kind), tuple(Part(*part) for part in parts), *rest)
 
     def after(self) -> Layout:
         """Of the layer once a forward went through it."""
-        return replace(self, parts=tuple(replace(part, written=True) for part in self.parts))
+        parts = tuple(replace(part, written=True) for part in self.parts)
+        return replace(self, parts=parts, empty=False)
 
     def to_data(self) -> list[Any]:
         """As pytrees and plans keep it."""
         data: list[Any] = [self.kind, [[part.window, part.recurs, part.written] for part in self.parts]]
-        return data if self.storage is None else [*data, self.storage]
+        rest: list[Any] = [self.storage, True] if self.empty else [self.storage]
+        return data if rest == [None] else [*data, *rest]

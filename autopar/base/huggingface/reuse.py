@@ -8,6 +8,7 @@ What lies in pieces stays in them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from autopar.base.codes import is_by_channel
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface.layout import COUNTED
 
 OF_KIND: dict[str, tuple[int | None, ...]] = {
     "attention": (2, 2, None), "indexed": (2, 2, None, 1, None), "linear": (), "hybrid": (2, 2, None), "none": (),
@@ -46,6 +48,12 @@ def fitting(cache: Any, rows: int, length: int) -> Any:
 def as_it_is(cache: Any) -> Any:
     """Another cache of the same states."""
     return type(cache).of(cache.layouts(), cache.states())
+
+
+def known_empty(cache: Any) -> Any:
+    """A new cache, of which the first call of forward may know that nothing is written in it."""
+    layouts = [replace(layout, empty=layout.kind in COUNTED) for layout in cache.layouts()]
+    return type(cache).of(layouts, cache.states())
 
 
 def does_not_go_back() -> AutoparError:

@@ -86,29 +86,30 @@ class _Attention(_Keys):
         self._layout = layout
         self.take(layout.storage, tensors)
         self.cumulative_length = next(tensors)
+        self.is_empty = layout.empty
 
     @property
     def layout(self) -> Layout:
-        return self._layout
+        return replace(self._layout, empty=self.is_empty)
 
     def tensors(self) -> list[Tensor]:
         return [*self.kept_tensors(), self.cumulative_length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        before = self.cumulative_length
-        at = _following(key_states.shape[-2], before)
-        self.cumulative_length = before + key_states.shape[-2]
+        before, count = self.cumulative_length, key_states.shape[-2]
+        at = _following(count, before, self.is_empty)
+        self.cumulative_length, self.is_empty = before + count, False
         keys, seen_keys = self.kept[0].written(at, key_states, before)
         values, seen_values = self.kept[1].written(at, value_states, before)
         self.kept = keys, values
         return seen_keys, seen_values
 
     def get_seq_length(self) -> Any:
-        return self.cumulative_length
+        return 0 if self.is_empty else self.cumulative_length
 
     def advance(self, count: int) -> None:
         """Count so many positions as written."""
-        self.cumulative_length = self.cumulative_length + count
+        self.cumulative_length, self.is_empty = self.cumulative_length + count, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last positions, whose number comes negative: they are masked, and written anew."""
@@ -117,9 +118,10 @@ class _Attention(_Keys):
         self.cumulative_length = self.cumulative_length + tokens_to_remove
 
 
-def _following(count: int, written: Tensor) -> Tensor:
-    """The positions of so many new tokens."""
-    return torch.arange(count, device=written.device) + written
+def _following(count: int, written: Tensor, is_empty: bool = False) -> Tensor:
+    """The positions of so many new tokens. is_empty: it is known that none is written."""
+    at = torch.arange(count, device=written.device)
+    return at if is_empty else at + written
 
 
 class _Indexed(_Attention):
@@ -235,6 +237,11 @@ class _Hybrid(_Linear, _Attention):
         _Linear.__init__(self, layout, tensors)
         self.take(layout.storage, tensors)
         self.cumulative_length = next(tensors)
+        self.is_empty = layout.empty
+
+    @property
+    def layout(self) -> Layout:
+        return replace(super().layout, empty=self.is_empty)
 
     def tensors(self) -> list[Tensor]:
         return [*self.tensors_of_parts(), *_Attention.tensors(self)]
