@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.api import interpret
 from autopar.base.errors import AutoparError
+from autopar.passes import rebound
 from autopar.passes.capture import capture
 
 WIDTH = 4
@@ -122,3 +123,12 @@ def _written_and_used(net: Net) -> None:
 def test_a_value_that_nobody_writes_may_be_used() -> None:
     """Breaks if every use of what was assigned is refused."""
     test_a_buffer_whose_data_is_written_has_it(_written_and_used)
+
+
+def test_where_nothing_was_assigned_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if every function that a forward calls has its arguments taken apart for what no forward here does: that
+    took a fifth of a trace.
+    """
+    monkeypatch.setattr(rebound.compat, "tree_flatten", lambda given: pytest.fail("arguments were taken apart"))
+    x = torch.zeros(2)
+    rebound.Rebound().look_at(torch.add, (x, x), {}, lambda: None)
