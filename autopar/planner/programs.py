@@ -131,14 +131,14 @@ class Programs:
             DoesNotFit: nothing is found within the limit.
         """
         placed, before = self.placed(attempt)
-        limit = attempt.memory_limit_bytes
-        if self._unlimited is not None and self._unlimited[0] is placed and attempt.pipeline is None:
+        limit, plain = attempt.memory_limit_bytes, attempt.pipeline is None and attempt.together == 1
+        if self._unlimited is not None and self._unlimited[0] is placed and plain:
             free = self._unlimited[1]
             if limit is not None and free.cost.peak_memory_bytes <= limit:
                 return replace(free, memory_limit_bytes=limit)
         lowered, after = self._run(attempt, self.phases.lower, placed)
         plan = make_plan(attempt, lowered, self.steps, (*before, *after))
-        if limit is None:
+        if limit is None and plain:
             self._unlimited = placed, plan
         return plan
 

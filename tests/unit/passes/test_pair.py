@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor
 
 import autopar
+from autopar import pipeline
 from autopar.api import interpret
 from autopar.api.plan import Plan
 from autopar.api.planning import written
@@ -20,6 +22,7 @@ from autopar.cost.under_way import step_hidden_s
 from autopar.ir.program import Program
 from autopar.ir.rings import SEND, TAKE, is_exchange
 from autopar.planner.family import Family
+from autopar.planner.programs import Programs
 from autopar.runtime.checker.program import check_types
 from autopar.runtime.loader import load_program
 from autopar.runtime.microbatches import make_batch
@@ -27,6 +30,8 @@ from autopar.runtime.simulate import simulate
 from autopar.runtime.simulated_comm import SimulatedMesh
 from autopar.runtime.simulation import shard_state
 from autopar.runtime.step import Step
+from autopar.strategies.names import resolve
+from autopar.strategies.request import Attempt
 from autopar.views.content import Findings, content_of
 from autopar.views.picture import dot_source
 from autopar.views.words import in_words
@@ -274,6 +279,18 @@ def test_where_it_does_not_fit() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the order
+
+
+def test_pairs_are_not_taken_for_what_runs_in_turn() -> None:
+    """Breaks if what was lowered without a limit, one microbatch after the other, is handed out for two at a time."""
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    inputs = {"x": torch.randn(4, 5, 16)}
+    asked = Attempt(Alone(), inputs, mesh, resolve("expert", mesh), microbatches=2, memory_limit_bytes=None)
+    programs = Programs.of(asked, pipeline.DEFAULT)
+    assert programs.plan(asked).interface.together == 1
+    within = replace(asked, memory_limit_bytes=1e12, checks_limit=True)
+    assert programs.plan(replace(within, together=2)).interface.together == 2
+    assert programs.plan(within).interface.together == 1
 
 
 @lru_cache(maxsize=1)
