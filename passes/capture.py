@@ -40,6 +40,7 @@ from autopar.passes.emptied import emptied, traced_copy, values_of
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
 from autopar.passes.functional import make_functional
+from autopar.passes.kept import Kept
 from autopar.passes.one_region import to_program
 from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
@@ -144,7 +145,8 @@ def _with_repeated_blocks(
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             numbers, counted = Numbers(), CountedRows(chosen)
-            clone.forward = Ragged(numbers).within(counted.within(clone.forward))
+            kept = Kept(clone)
+            clone.forward = Ragged(numbers).within(kept.within(counted.within(clone.forward)))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
                 with numbers, seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen, counted:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
@@ -155,7 +157,8 @@ def _with_repeated_blocks(
                 if written:
                     blocks.check_written(written)
                     exported = _without_writes(exported, arguments)
-            return to_program(model, precision, exported, names, blocks)
+            program = to_program(model, precision, exported, names, blocks)
+            return replace(program, notes=(*program.notes, *kept.notes))
         except AutoparError as error:
             raise _with_line(error) from error.__cause__
         except Exception as error:
@@ -182,8 +185,8 @@ def _whole(
         mode, known = compat.fake_mode(), ByValue(values)
         usual = Usual(_measured(inputs), _marks(inputs), _held(model))
         clone = traced_copy(model, precision, mode)
-        numbers, counted = Numbers(), CountedRows(chosen, usual)
-        clone.forward = counted.within(clone.forward)
+        numbers, counted, kept = Numbers(), CountedRows(chosen, usual), Kept(clone)
+        clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = _given(known, usual.guarding(clone))
         clone.forward = Ragged(numbers).within(clone.forward)
         modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual))
@@ -204,7 +207,7 @@ def _whole(
         f"for these values of {name}, which decide what is done ({line}): others are planned for anew"
         for name, line in sorted(known.decided.items())
     )
-    return replace(program, by_value=tuple(sorted(known.decided)), notes=(*program.notes, *notes))
+    return replace(program, by_value=tuple(sorted(known.decided)), notes=(*program.notes, *notes, *kept.notes))
 
 
 def _given(known: ByValue, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,187 @@
+"""What a forward keeps on its modules between calls: a program does nothing in Python, so it keeps nothing.
+
+    self.calls += 1;  loss * min(1, self.calls / 10)       refused: another number in every step, the same in a program
+    if self.last is not None: loss += (z - self.last) ** 2
+    self.last = z.detach()                                 refused: z of the step before, which a program does not have
+    self.attention = probabilities                         noted: whoever reads it behind forward has what it was
+    if self.table is None: self.table = sines(n)           as it is: the same table in every step
+
+What changed is seen in the trace; whether anything is done by what it was before, the source says.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, TypeGuard
+
+from torch import Tensor, fx, nn
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing as compat
+from autopar.passes.source import Source, source_of
+
+_NUMBERS = (int, float)
+
+
+class Kept:
+    """While a model is traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names: dict[str, None] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """In words, what forward sets and nothing in a program does."""
+        if not self._names:
+            return ()
+        names = ", ".join(self._names)
+        return (f"forward() sets {names}, which a program does not: return what is to be read behind it",)
+
+    def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward behind which modules are looked at.
+
+        Raises:
+            AutoparError: it changes what it goes by in the next step.
+        """
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = {path: dict(vars(module)) for path, module in self._model.named_modules()}
+            found = forward(*args, **kwargs)
+            for path, module in self._model.named_modules():
+                for name, value in dict.items(vars(module)):
+                    was = before.get(path, {}).get(name)
+                    if value is not was and name not in ("_parameters", "_buffers", "_modules", "training"):
+                        self._look_at(path, name, was, value)
+            return found
+
+        return run
+
+    def _look_at(self, path: str, name: str, was: Any, value: Any) -> None:
+        is_number = type(value) in _NUMBERS and type(was) in _NUMBERS and value != was
+        if not is_number and not (isinstance(value, Tensor) and self._is_of_the_batch(value)):
+            return
+        full = f"{path}.{name}" if path else name
+        line = _line_that_goes_by(self._model, name, is_number)
+        if line is not None:
+            raise AutoparError(
+                f"forward() changes {full}, an attribute in Python, and goes by what it was: a program does as in its "
+                "first step",
+                where=line,
+                remedy=f'keep it in a buffer (self.register_buffer("{name}", torch.zeros(…)) in __init__, '
+                f"self.{name}.copy_(…) or self.{name} += 1 in forward), or set it outside of forward()",
+            )
+        self._names[full] = None
+
+    def _is_of_the_batch(self, value: Tensor) -> bool:
+        """Whether a tensor is made of inputs or of parameters that are trained, not of numbers and buffers alone."""
+        last = compat.node_of(value)
+        buffers = {compat.node_of(buffer) for buffer in self._model.buffers()}
+        waiting, seen = [] if last is None else [last], set[fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or node in buffers:
+                continue
+            seen.add(node)
+            if node.op == "placeholder":
+                return True
+            waiting += node.all_input_nodes
+        return False
+
+
+def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | None:
+    """A line of forward, or of what it calls, in which an attribute is what the last step made it; None if there is
+    none. Only changes that go on are meant: a number that is counted on, a tensor that is read before it is set.
+    """
+    found, lines = [_Uses.of(source.tree, name) for _, source in _called(model)], list[str]()
+    for (code, source), uses in zip(_called(model), found, strict=True):
+        reads = [node for node in uses.reads if not _is_compared_to_none(source.parents[node])]
+        lines += [_place(code, node) for node in reads if is_number and node not in uses.in_sets]
+        is_lazy = any(node in uses.reads for each in uses.sets for node in _tests_around(each, source))
+        if not is_number and uses.sets and not is_lazy:
+            first = min(each.lineno for each in uses.sets)
+            lines += [_place(code, node) for node in reads if node.lineno <= first]
+    goes_on = [_goes_on(each, name) for uses in found for each in uses.sets]
+    if is_number and not (goes_on and all(goes_on)):
+        return None  # set anew in every forward, or by who knows what
+    return next(iter(lines), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """Of an attribute, in a function: statements that set it, where it is read, and what of that stands in those."""
+
+    sets: list[ast.Assign | ast.AugAssign]
+    reads: list[ast.Attribute]
+    in_sets: set[ast.AST]
+
+    @staticmethod
+    def of(tree: ast.AST, name: str) -> _Uses:
+        sets = [node for node in ast.walk(tree) if _sets(node, name)]
+        reads = [node for node in ast.walk(tree) if _reads(node, name)]
+        return _Uses(sets, reads, {part for each in sets for part in ast.walk(each)})
+
+
+def _is_compared_to_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot)
+
+
+def _tests_around(node: ast.AST, source: Source) -> Iterator[ast.AST]:
+    """All parts of the tests of the branches that a statement is in."""
+    while (above := source.parents.get(node)) is not None:
+        if isinstance(above, ast.If):
+            yield from ast.walk(above.test)
+        node = above
+
+
+def _place(code: CodeType, node: Any) -> str:
+    return f"{code.co_filename.rpartition('/')[2]}:{node.lineno}"
+
+
+def _reads(node: ast.AST, name: str) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+
+
+def _sets(node: ast.AST, name: str) -> TypeGuard[ast.Assign | ast.AugAssign]:
+    """Whether a statement sets an attribute."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    return any(isinstance(each, ast.Attribute) and each.attr == name for each in targets)
+
+
+def _goes_on(node: ast.AST, name: str) -> bool:
+    """Whether a statement makes an attribute of what it was: `self.calls += 1`, `self.mean = 0.9 * self.mean + x`."""
+    if isinstance(node, ast.AugAssign):
+        return True
+    value = node.value if isinstance(node, ast.Assign) else None
+    return isinstance(value, ast.BinOp) and any(_reads(each, name) for each in ast.walk(value))
+
+
+def _called(model: nn.Module) -> Iterator[tuple[CodeType, Source]]:
+    """The functions of a model's classes that forward calls by their names."""
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
+    own = [cls for cls in classes if cls is not object and cls.__module__.partition(".")[0] not in ("torch", "autopar")]
+    functions: dict[str, list[CodeType]] = {}
+    for cls in own:
+        for name, value in vars(cls).items():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            function = getattr(function, "__wrapped__", function)
+            if isinstance(function, FunctionType):
+                functions.setdefault(name, []).append(function.__code__)
+    waiting, seen = ["forward"], {"forward", "__init__"}
+    while waiting:
+        for code in functions.get(waiting.pop(), ()):
+            new = _names(code) - seen
+            seen |= new
+            waiting += new
+            if (source := source_of(code)) is not None:
+                yield code, source
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names, inner))

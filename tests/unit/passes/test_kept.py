@@ -1,0 +1,118 @@
+"""What a forward keeps on its modules in Python: refused where the next step goes by it, noted elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.base.errors import AutoparError
+from autopar.passes.capture import capture
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """A layer that has counted its calls, and the last outputs."""
+
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.calls, self.share = 0, 0.0
+        self.last: Tensor | None = None
+        self.table = None
+
+    def loss(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made.square().mean()
+
+
+class WarmsUp(Net):
+    """A weight that grows with the calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.loss(x) * min(1.0, self.calls / 10)
+
+
+class WarmsUpElsewhere(Net):
+    """The number is counted in one function, and asked for in another."""
+
+    def count(self) -> None:
+        self.calls = self.calls + 1
+
+    @property
+    def is_warm(self) -> bool:
+        return self.calls > 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return self.loss(x) * (2 if self.is_warm else 1)
+
+
+class GoesByTheLast(Net):
+    """A penalty on what changes from step to step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layer(x).mean(0)
+        loss = self.loss(x)
+        if self.last is not None:
+            loss = loss + F.mse_loss(made, self.last)
+        self.last = made.detach()
+        return loss
+
+
+class Counts(Net):
+    """Nothing is done by the number, or by what was there before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = self.layer(x).detach()
+        return self.loss(x) + self.last.sum() * 0
+
+    def summary(self) -> str:
+        return f"{self.calls} calls"
+
+
+class SetsAnew(Net):
+    """A number that begins anew in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = 0
+        self.calls += 2
+        return self.loss(x) * self.calls
+
+
+class MakesATable(Net):
+    """A table that is made once, of no input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(WIDTH, dtype=x.dtype).sin()
+        return self.loss(x + self.table)
+
+
+@pytest.mark.parametrize("kind", [WarmsUp, WarmsUpElsewhere, GoesByTheLast])
+def test_what_the_next_step_goes_by_is_refused(kind: type[Net]) -> None:
+    """Breaks if every step does what the first one did, without a word."""
+    words = r"forward\(\) changes (calls|last), .*goes by what it was.*test_kept\.py:.*register_buffer"
+    with pytest.raises(AutoparError, match=words):
+        capture(kind(), {"x": torch.randn(3, WIDTH)})
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Counts, "calls, last"), (SetsAnew, "calls"), (MakesATable, None)])
+def test_what_nothing_goes_by_is_noted(kind: type[Net], names: str | None) -> None:
+    """Breaks if a counter, or what is kept to be looked at, stands in the way, or is lost without a word."""
+    program = capture(kind(), {"x": torch.randn(3, WIDTH)})
+    wanted = () if names is None else (f"forward() sets {names}, which a program does not",)
+    assert tuple(note.partition(":")[0] for note in program.notes) == wanted
+
+
+def test_a_second_trace_of_the_same_model_starts_anew() -> None:
+    """Breaks if a trace leaves in the user's model what its forward has set."""
+    model = Counts()
+    capture(model, {"x": torch.randn(3, WIDTH)})
+    assert model.calls == 0 and model.last is None
