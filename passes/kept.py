@@ -51,9 +51,9 @@ class Kept:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = {path: dict(vars(module)) for path, module in self._model.named_modules()}
+            before = {path: dict(vars(module)) for path, module in _modules_of(self._model, "")}
             found = forward(*args, **kwargs)
-            for path, module in self._model.named_modules():
+            for path, module in _modules_of(self._model, ""):
                 for name, value in dict.items(vars(module)):
                     was = before.get(path, {}).get(name)
                     if value is not was and name not in ("_parameters", "_buffers", "_modules", "training"):
@@ -92,6 +92,14 @@ class Kept:
                 return True
             waiting += node.all_input_nodes
         return False
+
+
+def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """As `named_modules()`, unseen by who notes what is read of modules (`blocks/recording.py`)."""
+    yield path, module
+    for name, child in dict.items(vars(module)["_modules"]):
+        if isinstance(child, nn.Module):
+            yield from _modules_of(child, f"{path}.{name}" if path else name)
 
 
 def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | None:
@@ -163,15 +171,19 @@ def _goes_on(node: ast.AST, name: str) -> bool:
 
 def _called(model: nn.Module) -> Iterator[tuple[CodeType, Source]]:
     """The functions of a model's classes that forward calls by their names."""
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-    own = [cls for cls in classes if cls is not object and cls.__module__.partition(".")[0] not in ("torch", "autopar")]
-    functions: dict[str, list[CodeType]] = {}
-    for cls in own:
-        for name, value in vars(cls).items():
-            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            function = getattr(function, "__wrapped__", function)
-            if isinstance(function, FunctionType):
-                functions.setdefault(name, []).append(function.__code__)
+    functions: dict[str, dict[CodeType, None]] = {}
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        hidden = set[str]()
+        for cls in kind.__mro__:
+            if cls is object or cls.__module__.partition(".")[0] in ("torch", "autopar"):
+                continue
+            for name, value in vars(cls).items():
+                function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                function = getattr(function, "__wrapped__", function)
+                if isinstance(function, FunctionType) and name not in hidden:
+                    functions.setdefault(name, {})[function.__code__] = None
+                    if "super" not in _names(function.__code__):
+                        hidden.add(name)
     waiting, seen = ["forward"], {"forward", "__init__"}
     while waiting:
         for code in functions.get(waiting.pop(), ()):

@@ -106,10 +106,18 @@ def _of_another_buffer(net: Net) -> None:
     net.center.data = net.other
 
 
-@pytest.mark.parametrize("how", [_what_it_was, _written_elsewhere, _written_here, _of_another_buffer])
-def test_memory_that_eager_shares_is_not_copied(how: Callable[[Net], object]) -> None:
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        (_what_it_was, "what it was is used"),
+        (_written_elsewhere, "what is written"),
+        (_written_here, "used as it was"),
+        (_of_another_buffer, "a buffer or a parameter"),
+    ],
+)
+def test_memory_that_eager_shares_is_not_copied(how: Callable[[Net], object], what: str) -> None:
     """Breaks if a copy stands for memory that two names share, of which one is written."""
-    words = r"makes the \.data of a buffer.*test_written_data\.py:.*\.clone\(\)"
+    words = rf"makes the \.data of a buffer.*{what}.*test_written_data\.py:.*\.clone\(\)"
     with pytest.raises(AutoparError, match=words):
         capture(Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)})
 
