@@ -94,7 +94,7 @@ def written_in_place(way: str) -> tuple[list[int], bool]:
         return plain(self, *given, **named)
 
     InPlace.__call__ = counted  # type: ignore[method-assign]
-    said: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    said: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "max_cache_len": 40}
     try:
         counts.append(0)
         compiled.generate(**prompt, **said)
@@ -102,11 +102,17 @@ def written_in_place(way: str) -> tuple[list[int], bool]:
         first = compiled.generate(**prompt, **said, return_dict_in_generate=True)
         assert compiled.autopar.generating() is None
         counts.append(0)
+        before = [x.clone() for x in _whole(first.past_key_values)]
         longer = torch.cat([first.sequences, prompt["input_ids"]], 1)
-        found = [compiled.generate(longer, past_key_values=first.past_key_values, **said) for _ in range(2)]
+        found = [compiled.generate(longer, past_key_values=first.past_key_values, **said) for _ in range(4)]
     finally:
         InPlace.__call__ = plain  # type: ignore[method-assign]
-    return counts[:2], torch.equal(*found)
+    same = map(torch.equal, before, _whole(first.past_key_values))
+    return counts[:2], all(torch.equal(found[0], each) for each in found) and all(same)
+
+
+def _whole(cache: Any) -> list[Tensor]:
+    return [torch.as_tensor(x.full_tensor() if hasattr(x, "full_tensor") else x) for x in cache.states()]
 
 
 def _kept_by_a_script(way: str) -> list[bool]:
@@ -120,12 +126,10 @@ def _kept_by_a_script(way: str) -> list[bool]:
     # Had a later token overwritten them, they would be those of the last. Sums of 32 terms, rounded to float32.
     pairs = zip(first.logits, plain.logits, strict=True)
     logits = [float((x - y).abs().max()) <= 32 * torch.finfo(x.dtype).eps * float(y.abs().max()) for x, y in pairs]
-    states = first.past_key_values.states()
-    before = [torch.as_tensor(x.full_tensor() if hasattr(x, "full_tensor") else x).clone() for x in states]
+    before = [x.clone() for x in _whole(first.past_key_values)]
     other = {**prompt, "input_ids": (prompt["input_ids"] * 7 + 3) % 90 + 5}
     mine, theirs = (each.generate(**other, **said).tolist() for each in (compiled, model))
-    after = [torch.as_tensor(x.full_tensor() if hasattr(x, "full_tensor") else x) for x in states]
-    same = [torch.equal(x, y) for x, y in zip(before, after, strict=True)]
+    same = [torch.equal(x, y) for x, y in zip(before, _whole(first.past_key_values), strict=True)]
     return [*logits, *same, mine == theirs]
 
 
