@@ -22,14 +22,15 @@ class Snapshot:
         ]  # fmt: skip
         inside = [getattr(each, kind) for each in modules[1:] for kind in {**FORWARD, **BACKWARD}]
         self._no_hooks = [hooks for hooks in inside if not hooks]
-        self._hooks = [(hooks, tuple(hooks)) for hooks in inside if hooks]
+        self._hooks = [hooks for hooks in inside if hooks]
+        self._keys = [*map(tuple, self._hooks)]
         numbers = [
             (vars(module), name, value)
             for module in modules
             for name, value in vars(module).items()
             if (type(value) in (bool, int, float) and name != "training") or name in SWITCHES
         ]
-        self._names = [(held, name) for held, name, _ in numbers]
+        self._holders, self._names = [held for held, *_ in numbers], [name for _, name, _ in numbers]
         self._values = [list(x) if isinstance(x, list) else x for *_, x in numbers]
         self._parameters = list(model.parameters())  # held, so that their ids are nobody else's
         self._grads = _grads(self._parameters)
@@ -44,9 +45,9 @@ class Snapshot:
                 or [*map(id, held["_parameters"].values())] != parameters
             ):
                 return False
-        if [held.get(name) for held, name in self._names] != self._values:
+        if [*map(dict.get, self._holders, self._names)] != self._values:
             return False
-        if any(self._no_hooks) or any(tuple(hooks) != keys for hooks, keys in self._hooks):
+        if any(self._no_hooks) or [*map(tuple, self._hooks)] != self._keys:
             return False
         return _grads(self._parameters) == self._grads
 

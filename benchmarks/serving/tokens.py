@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.base.torch_compat.distributed import local_tensor
 from autopar.cli.models import catalogue
 from benchmarks.serving.contenders import BUILT, Generate
 from benchmarks.training.ranks import device_type, progress, synchronize
@@ -79,13 +81,24 @@ def generated(generate: Generate, prompt: Tensor, new_tokens: int) -> tuple[Tens
     return found, taken, own
 
 
+def _share_memory(model: Any, base: Any) -> None:
+    """Have its weights in the memory of another's, where this rank has all of them: in which pages weights lie decides
+    a fifth of a token's time on a CPU, and would be another matter for each contender.
+    """
+    weights = dict(base.named_parameters())
+    for name, parameter in model.named_parameters():
+        own = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+        if own.shape == weights[name].shape:
+            own.data = weights[name].data
+
+
 def measure(size: str, names: Sequence[str], new_tokens: int, rounds: int) -> list[dict[str, Any]]:
     """A row a contender, on this rank: seconds of each round. same: the share of tokens that are those of the first."""
     chosen = SIZES[size]
     loaded = catalogue.load(
         "llama", batch=chosen.prompt, device="cpu", dropout=0.0, dtype=chosen.dtype, overrides=dict(chosen.overrides)
     )
-    base: Any = loaded.model.eval()
+    base: Any = loaded.model.eval().to(device_type())
     prompt = loaded.batch["input_ids"].to(device_type())
     wanted = autopar.Generation(batch=chosen.prompt[0], prompt=chosen.prompt[1], new_tokens=new_tokens)
     rows: dict[str, dict[str, Any]] = {}
@@ -94,7 +107,9 @@ def measure(size: str, names: Sequence[str], new_tokens: int, rounds: int) -> li
     for name in names:
         begun = time.perf_counter()
         try:
-            ready[name] = BUILT[name].make(copy.deepcopy(base).to(device_type()), wanted)
+            model = copy.deepcopy(base)
+            ready[name] = BUILT[name].make(model, wanted)
+            _share_memory(model, base)
             generated(ready[name], prompt, new_tokens)
             found, *_ = generated(ready[name], prompt, new_tokens)
         except Exception as error:
