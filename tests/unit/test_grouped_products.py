@@ -81,6 +81,7 @@ def test_what_is_held_is_what_is_planned(hidden: int, width: int, act: str, bias
         assert (0.35 if act == WIDE and grad else 0.5) * planned < held <= planned, (grad, held / planned)
 
 
+@pytest.mark.moderate
 def test_a_plan_has_what_it_holds() -> None:
     """Breaks if a plan for machines without kernels of experts leaves out what PyTorch's product holds there, or has it
     where sizes, or a dtype, do not suit that.

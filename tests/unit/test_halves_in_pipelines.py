@@ -92,6 +92,7 @@ def drawn() -> Plan:
     return planned(model=Model(dropout=0.3), **HALVES)
 
 
+@pytest.mark.moderate
 def test_each_draws_what_it_would_alone() -> None:
     """Breaks if a stage computes one microbatch of two, hands one's values to the other, loses gradients of one, or has
     both draw the same numbers, or others than in turn.
@@ -160,6 +161,7 @@ def test_a_saved_plan() -> None:
     assert replan(loaded, Model().double(), batch, plan.mesh).source == plan.source
 
 
+@pytest.mark.moderate
 def test_what_ranks_compare_before_a_step() -> None:
     """Breaks if the check before the first step looks at other messages than the step sends."""
     plan, batch = of_doubles(), {name: x.double() for name, x in batch_of().items()}
@@ -186,6 +188,7 @@ def test_refused(options: dict[str, Any], says: str) -> None:
         planned(**{**HALVES, **options})
 
 
+@pytest.mark.moderate
 def test_what_people_look_at(tmp_path: Path) -> None:
     """Breaks if a view takes a schedule's pairs for microbatches, or tells them as such."""
     plan = drawn()
