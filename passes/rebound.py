@@ -23,6 +23,8 @@ from autopar.base.torch_compat import tracing as compat
 
 _Line = Callable[[], "str | None"]
 """The model's line that is run."""
+_ASKING = frozenset({"size", "stride", "storage_offset", "dim", "numel", "is_contiguous", "untyped_storage", "__get__"})
+"""What asks how a tensor lies, as what traces does of all, or gives a view of it."""
 _WRITING = (Tensor.__setitem__, Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__)
 
 
@@ -70,6 +72,8 @@ class Rebound:
         """
         if not self._sets:
             return  # asked of every function that a forward calls
+        if getattr(func, "__name__", "") in _ASKING:
+            return
         given = [leaf for leaf in compat.tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         written = args[0] if args and _writes(func) else kwargs.get("out")
         for each in self._sets if given else ():

@@ -128,9 +128,15 @@ def _written_and_used(net: Net) -> None:
     net.other.data = net.center * new
 
 
-def test_a_value_that_nobody_writes_may_be_used() -> None:
-    """Breaks if every use of what was assigned is refused."""
-    test_a_buffer_whose_data_is_written_has_it(_written_and_used)
+def _written_on(net: Net) -> None:
+    net.center.data = net.slow.bias * 2
+    net.center.add_(1)
+
+
+@pytest.mark.parametrize("how", [_written_and_used, _written_on])
+def test_what_nobody_could_tell_is_allowed(how: Callable[[Net], object]) -> None:
+    """Breaks if a value is not used, or a buffer not written, where only one of both is."""
+    test_a_buffer_whose_data_is_written_has_it(how)
 
 
 def test_where_nothing_was_assigned_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
