@@ -156,13 +156,19 @@ def _functional(node: fx.Node) -> compat.OpOverload | None:
     name, _, mark = schema.name.removeprefix("aten::").rpartition("_")
     into = [place for place, each in enumerate(schema.arguments) if each.alias_info and each.alias_info.is_write]
     packet = getattr(_aten, name, None) if into == [0] and not mark else None
-    overload = node.target._overloadname
-    if packet is None or overload not in packet.overloads():
+    if packet is None:
         return None
-    found: compat.OpOverload = getattr(packet, overload)
-    views = any(each.alias_info is not None for each in found._schema.returns)
-    same = [each.name for each in found._schema.arguments] == [each.name for each in schema.arguments]
-    return found if same and not views and torch.Tag.generated not in found.tags else None
+
+    def signature(target: compat.OpOverload) -> list[tuple[str, str]]:
+        return [(each.name, str(each.type)) for each in target._schema.arguments]
+
+    own = node.target._overloadname  # of pow_.Scalar that is another operator, and pow.Tensor_Scalar the one
+    overloads = sorted(packet.overloads(), key=lambda overload: overload != own)
+    candidates: list[compat.OpOverload] = [getattr(packet, overload) for overload in overloads]
+    found = next((each for each in candidates if signature(each) == signature(node.target)), None)
+    if found is None or any(each.alias_info is not None for each in found._schema.returns):
+        return None
+    return found if torch.Tag.generated not in found.tags else None
 
 
 def _may_alias(node: fx.Node) -> bool:

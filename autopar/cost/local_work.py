@@ -54,6 +54,7 @@ def local_work(
         kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
         shape, variant = _attention_shape(rule, strategy.choices, sizes), _attention_variant(call)
         few = _few_rows(rule, strategy.choices, sizes) if kind == "attention" else 0.0
+        dtype = call.operands[0].dtype  # what attention to pieces gives is wider
         return lambda flops: Work(
             kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant, few_rows=few
         )

@@ -1,8 +1,9 @@
 """Attention of prompts to a cache, as serving engines run it: kernels know how many positions are written, and that a
 token sees those before it.
 
-A program of autopar's has a mask there, over the whole length of the cache, as numbers of positions are values. An
-engine multiplies half of the prompt's square, and reads the new keys and values, not the codes that it just wrote.
+A program of autopar's has a mask there, over the whole length of the cache, as numbers of positions are values, but
+where the cache is known to be empty. An engine multiplies half of the prompt's square, and reads the new keys and
+values, not the codes that it just wrote.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WRITES = (torch.ops.aten.index_copy.default, torch.ops.autopar.rotary_write.def
 
 def prompt_seconds(region: Region, work: Callable[[str], Work], time_of: Callable[[Work], float]) -> dict[str, float]:
     """Seconds of attention of more than a few queries whose keys are a cache that their own tokens are written into, by
-    the first call for them; and of what reads such a cache for it: nothing.
+    the first call for them, where a mask says what these see; and of what reads such a cache for it: nothing.
 
     work: of an operator by itself, by its name.
     """
@@ -43,6 +44,8 @@ def prompt_seconds(region: Region, work: Callable[[str], Work], time_of: Callabl
         dims = (own.dims[0], seen, own.dims[2], 0.0)
         told = "" if own.variant == "masked" else own.variant
         found |= {each.name: 0.0 for nodes in read for each in nodes or () if each.name in region.strategies}
+        if call.arg("right") is not None:  # of an empty cache, and priced as that
+            continue
         found[node.name] = time_of(replace(own, flops=own.flops * seen / keys, dims=dims, variant=told))
     return found
 

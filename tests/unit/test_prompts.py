@@ -28,7 +28,7 @@ ENGINE = profiles.load("h200:engine")
 
 @pytest.fixture(scope="module")
 def programs() -> Mapping[str, Mapping[str, Program]]:
-    """Both phases of a small Llama on two ranks, by what its cache holds."""
+    """Both phases of a small Llama on two ranks, by what its cache holds; `masked`, with a mask over all of it."""
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96,
@@ -37,12 +37,12 @@ def programs() -> Mapping[str, Mapping[str, Program]]:
         made: Any = transformers.LlamaForCausalLM(config)
         model = made.eval().to(torch.bfloat16)
     found = {}
-    for cache in (None, "int8"):
-        inputs = phase_inputs(model, autopar.Generation(2, PROMPT, NEW, cache=cache))
+    for name, cache, chunk in (("numbers", None, None), ("int8", "int8", None), ("masked int8", "int8", PROMPT)):
+        inputs = phase_inputs(model, autopar.Generation(2, PROMPT, NEW, cache=cache, chunk=chunk))
         families = TokenFamilies(model, Cluster(ENGINE, 1, 2), 2, inputs)
         placed = families.on({"dp": 1, "ep": 1, "tp": 2})
         assert placed is not None
-        found[cache or "numbers"] = placed
+        found[name] = placed
     return found
 
 
@@ -65,9 +65,17 @@ def attention(program: Program, hardware: Hardware) -> tuple[float, Work, float]
 
 
 @pytest.mark.parametrize("cache", ["numbers", "int8"])
-def test_a_prompt_sees_what_is_before_it(programs: Mapping[str, Mapping[str, Program]], cache: str) -> None:
-    """Breaks if an engine is said to multiply all of a cache for a prompt, or to read back what it just wrote."""
+def test_a_prompt_sees_itself(programs: Mapping[str, Mapping[str, Program]], cache: str) -> None:
+    """Breaks if half of what a causal prompt computes is left out, or its cache is read back."""
     seconds, alone, decoded = attention(programs[cache]["prefill"], ENGINE)
+    assert alone.dims == (2 * 2 * PROMPT, (PROMPT + 1) / 2, 16, 0.0)  # rows and heads of one of two ranks
+    assert seconds == pytest.approx(compute_time_s(alone, ENGINE, in_step=True), rel=1e-12)
+    assert decoded == 0.0
+
+
+def test_a_masked_prompt_sees_what_is_before_it(programs: Mapping[str, Mapping[str, Program]]) -> None:
+    """Breaks if an engine is said to multiply all of a cache for a prompt, or to read back what it just wrote."""
+    seconds, alone, decoded = attention(programs["masked int8"]["prefill"], ENGINE)
     keys, seen = PROMPT + NEW - 1, (PROMPT + 1) / 2
     assert alone.dims == (2 * 2 * PROMPT, keys, 16, 1.0)  # rows and heads of one of two ranks
     assert alone.variant == "masked"
@@ -81,7 +89,7 @@ def test_pieces_of_a_prompt_and_tokens_see_the_cache(programs: Mapping[str, Mapp
     """Breaks if a piece of a prompt, or a token, is said to see only what came with it, or autopar's own programs,
     which have a mask, to skip what it hides.
     """
-    prefill, decode = (programs["numbers"][phase] for phase in ("prefill", "decode"))
-    for program, hardware in ((prefill, ENGINE.in_chunks()), (prefill, profiles.load("h200")), (decode, ENGINE)):
+    masked, decode = programs["masked int8"]["prefill"], programs["numbers"]["decode"]
+    for program, hardware in ((masked, ENGINE.in_chunks()), (masked, profiles.load("h200")), (decode, ENGINE)):
         seconds, alone, _ = attention(program, hardware)
         assert seconds == pytest.approx(compute_time_s(alone, hardware, in_step=True), rel=1e-12)

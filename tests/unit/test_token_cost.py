@@ -107,6 +107,15 @@ def test_attention_of_a_token_takes_what_its_cache_takes(gpu: str, batch: int, k
     assert many.few_rows == 0
 
 
+def test_attention_to_pieces_of_a_cache_is_of_the_type_that_it_reads() -> None:
+    """Breaks if a prompt whose cache lies in pieces is priced by the type of the sums that are merged, float32: at the
+    speed of cores that it does not use.
+    """
+    q, k = empty(1, 8, 4096, 128), empty(1, 2, 4096, 128)
+    pieces = work_of(OWN.attention_pieces.default, q, k, k, count=2, scale=0.1, group=4, choice=Choice("factor", "p"))
+    assert pieces.dtype == torch.bfloat16 and pieces.dims == (8 * 4096, 2048, 128, 1.0)
+
+
 def test_graphs_write_a_state_in_place() -> None:
     """Breaks if a cache that a graph writes one position of is copied, or one that is not in a graph is not."""
     cache, at, new = empty(4, 8, 1024, 128), torch.empty(1, device="meta", dtype=torch.int64), empty(4, 8, 1, 128)

@@ -213,15 +213,20 @@ def _seen_through_a_view(x: Tensor) -> Tensor:
     return seen * 3
 
 
+def _to_a_power(x: Tensor) -> Tensor:
+    return (x * 2).abs_().add_(0.5).pow_(3.0)
+
+
 def _handed_in(x: Tensor) -> Tensor:
     return x.add_(1)
 
 
 @pytest.mark.parametrize(
     "how",
-    [_written_once, _kept_narrow, _before_it_was_written, _after_it_was_written, _seen_through_a_view, _handed_in],
+    [_written_once, _kept_narrow, _before_it_was_written, _after_it_was_written, _to_a_power, _seen_through_a_view,
+     _handed_in],
     ids=lambda how: how.__name__,
-)
+)  # fmt: skip
 def test_writes_of_a_recorded_graph(how: Callable[[Tensor], Tensor]) -> None:
     """Breaks if what is read through a view, or is the caller's, is taken for a value of its own; if reads see another
     time; or if what is written has another dtype than what it is written into.
