@@ -185,7 +185,7 @@ def _with_random_costs(problem: AssignmentProblem, seed: int) -> AssignmentProbl
         return np.where(np.isfinite(costs), scale * random.random(costs.shape) ** 2, np.inf)
 
     nodes = tuple(replace(node, costs=drawn(node.costs, 1.0), usages=()) for node in problem.nodes)
-    edges = tuple(replace(edge, costs=drawn(edge.costs, 0.01)) for edge in problem.edges)
+    edges = tuple(edge._replace(costs=drawn(edge.costs, 0.01)) for edge in problem.edges)
     return AssignmentProblem(nodes, edges, None)
 
 
