@@ -26,6 +26,7 @@ def plan_of(mesh: str, strategy: object, **options: object) -> autopar.Plan:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     ("mesh", "strategy"),

@@ -90,6 +90,7 @@ MAKERS = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.moderate
 @pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)

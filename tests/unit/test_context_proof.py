@@ -35,7 +35,7 @@ ZIGZAG = [
 ]
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(("mesh", "strategy"), CELLS)
 @pytest.mark.parametrize("model", MODELS)
 def test_it_computes_the_same(model: str, mesh: str, strategy: str) -> None:

@@ -60,7 +60,7 @@ def test_the_slice_meets_every_model_strategy_and_mesh() -> None:
     assert all(strategy in CASES[BY_COLUMN[mesh]] for strategy, mesh in chosen)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("label", SLICE)
 def test_equal_to_eager(label: str) -> None:

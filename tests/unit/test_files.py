@@ -325,7 +325,7 @@ def test_a_configuration_without_heads(tmp_path: Path) -> None:
         assert "transformers" in error_of(catalogue.load, config_with(tmp_path, n_head=heads), tiny=True, batch=(2, 8))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5", "whisper", "clip", "resnet", "llama", "gemma2", "bert", "cnn"])
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])

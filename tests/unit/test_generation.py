@@ -119,6 +119,7 @@ def test_a_cache_of_another_kind_is_told() -> None:
 WANTED = autopar.Generation(batch=2, prompt=4, new_tokens=3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("mistral", "tensor"), ("gpt2", "auto"), ("olmo2", "tensor")])
 def test_both_phases_are_planned_and_proven_together(name: str, strategy: str) -> None:

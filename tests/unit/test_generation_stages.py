@@ -51,6 +51,7 @@ def planned(name: str, mesh: str) -> autopar.GenerationPlan:
     return autopar.plan_generation(model.double(), autopar.Mesh(sizes), WANTED, strategy=strategy)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "pp"), ("gpt2", "tp"), ("qwen2", "zbv"), ("lfm2", "pp")])
 def test_a_prompt_and_a_token_are_proven_on_the_same_stages(name: str, mesh: str) -> None:

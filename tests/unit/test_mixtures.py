@@ -180,7 +180,7 @@ def test_other_text_is_refused(text: str) -> None:
 # -------------------------------------------------------------------------------------------------------- whole models
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
@@ -208,7 +208,7 @@ def test_other_models_are_proven(kind: str) -> None:
         assert plan.verify(rtol=1e-9).ok and plan.source is not None and called in plan.source
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "lies"),
@@ -364,7 +364,7 @@ def test_a_layer_of_an_earlier_transformers() -> None:
     assert plan.source is not None and "ops.experts(" in plan.source
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hot", "empty"])
 @pytest.mark.parametrize(

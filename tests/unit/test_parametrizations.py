@@ -58,7 +58,7 @@ PLACES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:autopar")
 @pytest.mark.parametrize("name", MADE)

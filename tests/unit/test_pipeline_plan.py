@@ -309,7 +309,7 @@ NAMED: list[tuple[str, str, Strategy]] = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "strategy"), NAMED)
 def test_named_strategies_inside_a_pipeline(model: str, mesh: str, strategy: Strategy) -> None:

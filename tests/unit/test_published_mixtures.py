@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -105,13 +106,14 @@ def test_sharing_a_batch_gets_slower_with_the_ranks_that_share() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_order_of_deepspeeds_rows_is_kept() -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("pair", list(itertools.combinations(("zero3", "ep8", "tp2-ep8"), 2)), ids="-".join)
+def test_the_order_of_deepspeeds_rows_is_kept(pair: tuple[str, str]) -> None:
     """Breaks if ZeRO-3, which gathers every expert, is not slowest, or tensor parallelism beside experts costs
     nothing. The model is cut to 4 of its 20 layers.
     """
-    names = ("deepspeed/zero3", "deepspeed/ep8", "deepspeed/tp2-ep8")
-    found = {name: predict(row(name), layers=4).tokens_per_s for name in names}
-    assert [each.is_kept for each in ratios(ROWS, found)] == [True, True, True]
+    found = {f"deepspeed/{name}": predict(row(f"deepspeed/{name}"), layers=4).tokens_per_s for name in pair}
+    assert [each.is_kept for each in ratios(ROWS, found)] == [True]
 
 
 @pytest.mark.moderate

@@ -269,7 +269,7 @@ def passes(name: str) -> tuple[pipeline.Pass, ...]:
     return (pipeline.Pass(capture.name, once), *others)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipeline(1f1b)", "pipeline"])
 @pytest.mark.parametrize("name", MODELS)

@@ -71,6 +71,7 @@ def sent(events: Sequence[Event]) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("name", "mesh", "strategy"), CASES)
 def test_the_plan_says_what_every_rank_sends(name: str, mesh: str, strategy: str) -> None:
     """Breaks if a collective of a bucket runs more or less often than listed, or a strategy computes something else."""

@@ -206,6 +206,7 @@ def test_what_else_comes_of_a_round_is_refused(how: Loop, said: str) -> None:
         capture(Mixture(how), {"x": torch.randn(4, 3, WIDTH)})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "auto"])
 def test_a_loop_of_transformers_is_proven(strategy: str) -> None:

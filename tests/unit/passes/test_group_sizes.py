@@ -188,6 +188,7 @@ def test_rows_that_no_expert_has_stay_as_they_were() -> None:
     compare(model, capture(model, tokens_of("all")), tokens_of("all"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), [(ByNumpy, "zero3"), (ByEnds, "ddp"), (BySplit, "expert")])
 def test_such_groups_are_split(kind: type[Layer], strategy: str) -> None:

@@ -196,6 +196,7 @@ def layouts(program: Program) -> dict[str, ParameterLayout]:
     return dict(program.placement.parameters)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("tp", [1, 2])

@@ -42,6 +42,7 @@ def svg_of(monkeypatch: pytest.MonkeyPatch, source: str, renderer: str) -> str:
     return (render.render(source, "svg") or b"").decode()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.moderate
 @pytest.mark.parametrize("renderer", RENDERERS)
 @pytest.mark.parametrize(("name", "mesh", "strategy", "microbatches"), DRAWN)
