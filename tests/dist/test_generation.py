@@ -11,7 +11,7 @@ from tests.dist import generation
 from tests.dist.launch import launch
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -36,6 +36,7 @@ def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str
         assert found == want
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "auto", "split_kv"])
 def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
@@ -50,6 +51,7 @@ def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
         assert held == predicted
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "split_kv"])
 def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
@@ -65,6 +67,7 @@ def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
         assert other == want[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "split_kv"])
 def test_caches_are_taken_up_again(strategy: str) -> None:
@@ -77,6 +80,7 @@ def test_caches_are_taken_up_again(strategy: str) -> None:
         assert in_pieces or strategy in ("ddp", "split_kv")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "cache"), [("tensor", "int8"), ("auto", "fp8"), ("ddp", "int4")])
 def test_a_cache_of_codes_gives_the_tokens_of_one_that_rounds(strategy: str, cache: str) -> None:

@@ -20,7 +20,7 @@ def eager(name: str) -> list[Any]:
     return planned_loss.eager(name, STEPS)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "axes", "sizes", "strategy", "options"),
     [

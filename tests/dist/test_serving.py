@@ -8,6 +8,7 @@ from tests.dist import serving
 from tests.dist.launch import launch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
