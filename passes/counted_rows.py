@@ -38,7 +38,7 @@ from autopar.passes.checks import LIBRARIES
 from autopar.passes.chosen import FIRST, Chosen
 from autopar.passes.no_rows import Region, left_out, nodes_left, sizes_behind
 from autopar.passes.row_counts import Count
-from autopar.passes.source import Source, Span, asked_at, is_tensor, source_of, span
+from autopar.passes.source import Source, Span, asked_at, call_asked, is_tensor, source_of, span
 from autopar.passes.usual import Usual
 
 _COUNTING = {Tensor.numel, Tensor.nelement}
@@ -204,16 +204,10 @@ class CountedRows(TorchFunctionMode):
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename.startswith(LIBRARIES):
             return  # torch's own layers mind no values
-        source = source_of(frame.f_code)
-        places = set() if source is None else asked_at(frame, source)
-        asked = [
-            node for node in (() if source is None else ast.walk(source.tree))
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
-            and span(node) in places
-        ]  # fmt: skip
-        if source is None or len(asked) != 1:
+        source, asked = call_asked(frame, function)
+        if source is None or asked is None:
             raise _refused(_line(frame))
-        for test in _uses(asked[0], source, frame, set()):
+        for test in _uses(asked, source, frame, set()):
             if test is None:
                 raise _refused(_line(frame))
             found = bool(test.by(count.plain, test.other))

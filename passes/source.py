@@ -80,18 +80,26 @@ def outside_of(tree: ast.AST, left: Sequence[ast.stmt]) -> list[ast.AST]:
     return [node for node in ast.walk(tree) if id(node) not in inside]
 
 
+def call_asked(frame: FrameType, function: str) -> tuple[Source | None, ast.Call | None]:
+    """The source of a frame, and the call of a function in it that is under way; None where that is not known."""
+    source = source_of(frame.f_code)
+    if source is None:
+        return None, None
+    places = asked_at(frame, source)
+    found = [
+        node for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
+        and span(node) in places
+    ]  # fmt: skip
+    return source, found[0] if len(found) == 1 else None
+
+
 def is_only_handed_out(frame: FrameType, function: str) -> bool:
     """Whether what a frame asks of a function (`float(x)`) goes into what the frame's function returns, and nowhere
     else: into dicts, lists, tuples, arguments by name.
     """
-    source = source_of(frame.f_code)
-    places = set() if source is None else asked_at(frame, source)
-    asked = [
-        node for node in (() if source is None else ast.walk(source.tree))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
-        and span(node) in places
-    ]  # fmt: skip
-    return source is not None and len(asked) == 1 and _is_returned(asked[0], source, frozenset())
+    source, asked = call_asked(frame, function)
+    return source is not None and asked is not None and _is_returned(asked, source, frozenset())
 
 
 def _is_returned(node: ast.AST, source: Source, names: frozenset[str]) -> bool:
