@@ -287,7 +287,7 @@ def test_where_it_is_faster() -> None:
     assert plan.pipeline.timeline.bubble_share > in_turn.pipeline.timeline.bubble_share
     pair, single = plan.pipeline.stages[1].cost, in_turn.pipeline.stages[1].cost
     assert pair.forward_s < 1.9 * single.forward_s and pair.backward_bytes == 2 * single.backward_bytes
-    assert pair.saved_bytes == pytest.approx(2 * single.saved_bytes, rel=0.05)
+    assert pair.saved_bytes == 2 * single.saved_bytes
     free = layers()
     assert free.interface.together == 2 and free.pipeline is not None
     assert free.interface.microbatches == 2 * free.pipeline.schedule.num_microbatches > 16
