@@ -6,18 +6,13 @@ import contextlib
 import itertools
 import logging
 import operator
-import os
-import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -40,6 +35,11 @@ from torch.utils import _pytree as pytree
 # capture: what a model makes of Python's own numbers is computed while it is traced.
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.base.torch_compat.frames import Frame as Frame
+from autopar.base.torch_compat.frames import is_tracer_file as is_tracer_file
+from autopar.base.torch_compat.frames import model_frames as model_frames
+from autopar.base.torch_compat.frames import model_source_line as model_source_line
+from autopar.base.torch_compat.frames import own_frames
 from autopar.base.torch_compat.trees import ReadNumber as ReadNumber
 from autopar.base.torch_compat.trees import dump_treespec as dump_treespec
 from autopar.base.torch_compat.trees import load_treespec as load_treespec
@@ -263,13 +263,6 @@ def model_line(error: BaseException) -> str | None:
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
-def is_tracer_file(filename: str) -> bool:
-    """Whether a traceback's file belongs to torch, to autopar or to Python itself, not to the model."""
-    if filename.startswith("<") or filename.endswith("contextlib.py"):
-        return True
-    return filename.startswith(_TRACERS) and not filename.startswith(_MODELS)
-
-
 def caller_of_builtins(frame: FrameType) -> FrameType:
     """Who calls `max`, `min` or `math.pow`, for which torch has its own while it exports."""
     while frame.f_code.co_filename.endswith("non_strict_utils.py") and frame.f_code.co_name in _BUILTINS:
@@ -279,41 +272,6 @@ def caller_of_builtins(frame: FrameType) -> FrameType:
 
 
 _BUILTINS = ("_tensor_min_max", "<lambda>")
-_AUTOPAR = f"{Path(__file__).parents[2]}{os.sep}"
-_TRACERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(sympy.__file__).parent}{os.sep}", _AUTOPAR)
-_MODELS = f"{_AUTOPAR}cli{os.sep}models{os.sep}"
-"""Models that autopar ships are models like the user's."""
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n(?!  File )\s*(.*)')
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A line of the model that was running when a node was recorded, its text, and the function that it is of."""
-
-    filename: str
-    line: int
-    text: str
-    function: str
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether a module's `forward` was running, not a function that it calls."""
-        return self.function == "forward"
-
-
-@lru_cache(maxsize=4096)
-def model_frames(stack_trace: str) -> tuple[Frame, ...]:
-    """The frames of a node's stack trace that are the model's own, the innermost last."""
-    frames = _FRAME.findall(stack_trace)
-    return tuple(Frame(name, int(line), text, of) for name, line, of, text in frames if not is_tracer_file(name))
-
-
-def model_source_line(stack_trace: str) -> str:
-    """`modeling_llama.py:177`: where a module's `forward` stood, else the innermost frame that is the model's own."""
-    frames = model_frames(stack_trace)
-    frames = tuple(frame for frame in frames if frame.is_forward) or frames
-    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].line}" if frames else ""
 
 
 @contextlib.contextmanager
@@ -355,10 +313,18 @@ class _OfItsThread(proxy_tensor._ModuleStackTracer):
             vars(error).pop("partial_fx_graph", None)
             raise
 
-    def _filter_traceback_frames(self, user_stack_summary: traceback.StackSummary) -> traceback.StackSummary:
-        """The model's own frames, those of functions that its modules call too: they have words for values."""
-        frames = list(itertools.dropwhile(lambda frame: frame.name != "forward", user_stack_summary))
-        return traceback.StackSummary.from_list([frame for frame in frames if not is_tracer_file(frame.filename)])
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """As torch's, which asks for all frames of the stack to be told by name to leave most of them out: of a deep
+        model a fifth of what its trace takes.
+        """
+        records, self.record_stack_traces = self.record_stack_traces, False
+        try:
+            node = super().create_node(*args, **kwargs)
+        finally:
+            self.record_stack_traces = records
+        if records and not node.stack_trace and (frames := own_frames(sys._getframe(1))):
+            node.stack_trace = frames
+        return node
 
     def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: Any) -> object:
         """What reading a module's attribute gives."""
