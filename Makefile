@@ -17,6 +17,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.autopar-installed
 WORKERS ?= 2
+# Ranks wait for one another, and for planning: more of them than cores keep the cores busy.
+DIST_WORKERS ?= 3
 PYTEST_OPTIONS ?=
 
 # Tests and tools never ask a hub for anything, and processes do not fight over two cores.
@@ -49,10 +51,10 @@ proofs: $(STAMP)
 
 # Reports are opened in Chromium or Chrome where one is installed; without one these tests are skipped and say so.
 browser: $(STAMP)
-	$(BIN)/python -m pytest tests/browser $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest tests/browser -n $(WORKERS) --dist loadfile $(PYTEST_OPTIONS)
 
 dist: $(STAMP)
-	$(BIN)/python -m pytest tests/dist -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest tests/dist -n $(DIST_WORKERS) --dist worksteal $(PYTEST_OPTIONS)
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_OPTIONS)
@@ -60,10 +62,9 @@ gpu: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pyright
 	$(BIN)/python .ci/check_imports.py
 	$(BIN)/python .ci/check_wheel.py
+	$(BIN)/mypy & $(BIN)/pyright && wait $$!
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

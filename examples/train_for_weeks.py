@@ -42,7 +42,7 @@ def main() -> None:
     batch = {name: torch.stack([row[name] for row in rows[:8]]).to(device) for name in rows[0]}
     model = autopar.compile(model, mesh, example_inputs=batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     loader = model.shard_loader(DataLoader(rows, batch_size=8, shuffle=True))
 
     run = autopar.resume_or_start(

@@ -8,6 +8,7 @@ from tests.dist import disagreement
 from tests.dist.launch import launch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("habit", "said"),
     [

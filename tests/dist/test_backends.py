@@ -20,6 +20,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "axes", "sizes", "strategy", "optimizer"), RUNS)
 def test_training_follows_one_process(
     name: str, axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, optimizer: str
@@ -44,6 +45,7 @@ def test_training_follows_one_process(
         assert ("model.layers.*", 2) in results[0]["regions"][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("strategy", "sizes"), [("ddp", (2,)), ("auto", (2,)), ("tensor", (2, 2))])
 def test_graph_breaks_buffers_and_several_outputs(strategy: str, sizes: tuple[int, ...]) -> None:
     """Breaks if what passes between two graphs loses its gradient, a scalar is taken for the only root, a buffer is

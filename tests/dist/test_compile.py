@@ -108,7 +108,7 @@ def without_a_compiler(strategy: str) -> list[dict[str, Any]]:
     return launch(training.regions_compiled, 2, strategy, None, timeout_s=120.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("strategy", "backend"),
     [("zero3", "aot_eager"), ("tensor", "aot_eager"), pytest.param("tensor", True, marks=pytest.mark.slow)],

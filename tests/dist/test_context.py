@@ -54,7 +54,7 @@ def train_with_each(name: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_training_follows_one_process(name: str) -> None:
     """Breaks if a real exchange mixes up blocks, stripes or heads that simulated ranks tell apart."""

@@ -11,7 +11,7 @@ from tests.dist import generation
 from tests.dist.launch import launch
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -36,7 +36,7 @@ def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str
         assert found == want
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "auto", "split_kv"])
 def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
@@ -51,7 +51,7 @@ def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
         assert held == predicted
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "split_kv"])
 def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
@@ -67,7 +67,7 @@ def test_a_prompt_in_chunks_changes_no_token(strategy: str) -> None:
         assert other == want[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "split_kv"])
 def test_caches_are_taken_up_again(strategy: str) -> None:
@@ -80,7 +80,7 @@ def test_caches_are_taken_up_again(strategy: str) -> None:
         assert in_pieces or strategy in ("ddp", "split_kv")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "cache"), [("tensor", "int8"), ("auto", "fp8"), ("ddp", "int4")])
 def test_a_cache_of_codes_gives_the_tokens_of_one_that_rounds(strategy: str, cache: str) -> None:
@@ -97,6 +97,7 @@ def test_a_cache_of_codes_gives_the_tokens_of_one_that_rounds(strategy: str, cac
         assert held == predicted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "way"), [("tensor", "int4"), ("zero3", "fp8")])
 def test_weights_of_codes_give_the_tokens_of_one_process(strategy: str, way: str) -> None:
@@ -133,7 +134,7 @@ STAGED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STAGED)
 def test_every_stage_generates_the_tokens_of_one_process(case: str) -> None:

@@ -17,7 +17,7 @@ MIXED = ({"dp": 2, "tp": 2}, {"dp": "zero3", "tp": "tensor"})
 PIPELINE = ({"pp": 2, "dp": 2}, {"pp": "pipeline(1f1b)", "dp": "ddp"})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num", "setting", "how", "rank", "said"),
     [

@@ -19,7 +19,7 @@ LOOPS: list[tuple[str, str, Any]] = [
 OF_BATCHES = [5, 9, 16, 12, 30, 31, 7]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "axis", "strategy"), LOOPS)
 def test_a_loop_over_few_lengths(name: str, axis: str, strategy: Any) -> None:
     """Breaks if padding is in a loss, a gradient, a norm or an output, if outputs keep it, or if a length has a program

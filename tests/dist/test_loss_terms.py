@@ -29,7 +29,7 @@ def check(found: list[Any], expected: list[Any], rounding: float = 2.0**-52) -> 
             assert float((gradient - wanted).norm()) <= 64 * rounding * float(wanted.norm()), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("axes", "sizes", "strategy", "options"),
     [

@@ -22,7 +22,7 @@ CASES: list[tuple[list[str], tuple[str, ...], tuple[int, ...], Any]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("names", "axes", "sizes", "strategy"), CASES)
 def test_losses_gradients_and_parameters(
     names: list[str], axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any

@@ -41,6 +41,7 @@ def test_training_follows_one_process() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3"])
 def test_training_of_other_mixtures_follows_one_process(kind: str) -> None:
     """Breaks if scores made to sum to one, those of a sigmoid that groups of experts limit, or a shared expert's part

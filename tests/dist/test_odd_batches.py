@@ -11,6 +11,7 @@ RUNS = [(case, "zero3") for case in odd_batches.CASES]
 RUNS += [(case, "ddp") for case in ("laid otherwise", "no rows", "masks, in microbatches")]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("case", "strategy"), RUNS)
 def test_odd_batches_are_as_in_one_process(case: str, strategy: str) -> None:
     """Breaks if a cut takes elements as they lie, if a batch of no rows has no program, if masks of microbatches are

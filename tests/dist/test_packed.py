@@ -20,6 +20,7 @@ def separate() -> Any:
     return packed.separate()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["tensor", "ring", "allgather_kv", "ulysses"])
 def test_packed_equals_separate(strategy: str) -> None:
     """Breaks if a query sees another document's keys on any rank, if a rank takes its own part's numbers for the

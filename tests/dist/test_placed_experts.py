@@ -27,6 +27,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where:
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=5e-6, msg=lambda m, n=name: f"{where} {n}: {m}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("names", [("folded", "pipeline"), ("zero3", "tensor")])
 def test_training_with_experts_moved_twice_follows_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
     """Breaks if a token finds another expert than it chose, if an optimizer's states or what is saved stay behind, if

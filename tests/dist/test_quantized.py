@@ -16,6 +16,7 @@ from tests.dist.launch import launch
 from tests.unit.runtime.test_quantized import awq, gptq
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_ranks_read_their_pieces_of_codes(kind: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def events_of(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
     return events, {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", PLANS)
 def test_a_recorded_step_lies_beside_the_predicted_one(case: str, tmp_path: Path) -> None:
     """Breaks if a rank, a step, a call or a collective is missing, or bytes are not those that the plan says."""

@@ -9,7 +9,7 @@ from tests.dist.launch import launch
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("way", "ranks"), [("plain", 1), ("plain", 2), ("graphs", 1), ("none", 1), ("compiled", 1)])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mamba", "lfm2", "t5"])
 def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> None:
@@ -32,6 +32,7 @@ def test_what_a_script_keeps_is_not_written(way: str) -> None:
         assert all(found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "ranks", "counts"), [("plain", 2, [5, 6]), ("compiled", 1, [5, 7])])
 def test_caches_are_written_in_place_within_one_call(way: str, ranks: int, counts: list[int]) -> None:

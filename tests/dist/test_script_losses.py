@@ -19,7 +19,7 @@ def eager() -> tuple[list[Any], list[Any]]:
     return script.losses_outside(model, batch), script.measured(model, batch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("axes", "sizes", "strategy"),
     [

@@ -19,7 +19,7 @@ PLANS: list[tuple[str, Any, tuple[str, ...], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "strategy", "axes", "sizes"), PLANS, ids=lambda value: str(value))
 def test_whole_matrices_are_seen_whole(kind: str, strategy: Any, axes: Any, sizes: Any) -> None:
     """Breaks if an update is made of a piece's norm, mean, product or blocks (also of an optimizer that nobody knows),

@@ -8,7 +8,7 @@ from tests.dist import serving
 from tests.dist.launch import launch
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -29,6 +29,7 @@ def test_each_request_has_the_tokens_of_its_own_generate(name: str, strategy: st
         assert "request 0 is longer than what a slot has room for" in said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("qwen2", "tensor"), ("lfm2", "ddp")])
 def test_each_request_draws_as_its_own_generate(name: str, strategy: str) -> None:

@@ -51,7 +51,7 @@ def one_process(name: str, optimizer: str) -> tuple[list[float], list[float]]:
     return training.train(model, batch, training.STEPS, optimizer, training.RATES.get(name, 1.0))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
 @pytest.mark.parametrize("name", CASES)
 def test_training_follows_one_process(name: str, optimizer: str) -> None:

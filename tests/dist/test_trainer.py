@@ -43,6 +43,7 @@ def compare(found: Any, wanted: Any, where: str = "") -> None:
         assert found == (wanted if isinstance(wanted, str) else pytest.approx(wanted, rel=1e-5)), where
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sizes", "strategy"), MESHES, ids=["2", "4"])
 def test_a_run_is_that_of_one_process(
     sizes: dict[str, int], strategy: Any, expected: dict[str, Any], tmp_path: Path

@@ -19,7 +19,7 @@ LOOPS: list[tuple[str, tuple[str, ...], Any, int | None, int, dict[str, Any]]] =
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "axes", "strategy", "last", "multiple", "options"), LOOPS)
 def test_a_loop_over_random_lengths(
     name: str, axes: tuple[str, ...], strategy: Any, last: int | None, multiple: int, options: dict[str, Any]

@@ -36,6 +36,7 @@ SLICE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "mesh", "strategy"), SLICE)
 def test_equal_to_eager(name: str, mesh: str, strategy: str) -> None:
     """Breaks if a mask, a table of positions, a pooled token, a shared bias or a batch-wide loss is split wrongly."""
@@ -139,6 +140,7 @@ def test_alternating_windows_are_two_regions() -> None:
     assert windows == {"layer_1": [5, 5], "layer_2": [None, None]}  # forward, backward
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["vit", "clip", "whisper"])
 def test_what_does_not_divide_is_named(name: str) -> None:
     """Breaks if a batch of 6 on 4 ranks is anything but an error that names it, or 8 heads on 16 one at all."""

@@ -201,6 +201,7 @@ def test_pins() -> None:
     assert error_of(plan_mlp, constraints=[pin("logits", dp=Partial())]).startswith("logits cannot be P on dp")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.moderate
 @pytest.mark.parametrize("strategy", [pytest.param("auto", marks=pytest.mark.slow), "zero3"])
 def test_memory_that_cannot_suffice(strategy: str) -> None:

@@ -79,7 +79,7 @@ def test_views_that_the_host_takes_time_for_are_counted() -> None:
     assert any(row.op_class == "view" and row.seconds > 0 for row in found.operators)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "strategy"),

@@ -49,7 +49,7 @@ def test_auto_is_never_predicted_slower() -> None:
         assert found.cost.step_time_s <= named.cost.step_time_s * (1 + 1e-9), strategy
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", NAMED)
 def test_memory_falls_with_ranks(strategy: str) -> None:
     """Breaks if more ranks hold as much of a long sequence as fewer do."""

@@ -71,7 +71,7 @@ def _kept(num: int, strategy: str, layers: int) -> int:
     return max(SimulatedMesh(("cp",), (num,)).run(run))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num", [2, 4, 8])
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv", "ring"])
 def test_a_layer_keeps_its_part_of_the_sequence(strategy: str, num: int) -> None:

@@ -181,7 +181,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.moderate
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "mesh", "strategy"),
     mostly_slow(CASES, ("dit", "dp=2", "zero3"), ("control", "tp=2", "tensor"), ("dit", "pp=2", "pipeline")),

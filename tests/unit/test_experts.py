@@ -106,6 +106,7 @@ def test_lists_need_no_plan(script: str) -> None:
     assert len(done.stdout.splitlines()) >= 10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequence-up-to-heads", "memory-short"])
 def test_experts_choices_come_out(name: str) -> None:

@@ -45,6 +45,7 @@ def test_sections_run_without_a_gpu(tmp_path: Path) -> None:
     assert len(losses) == 3 and all(abs(a - losses[0][-1]) < 1e-4 for *_, a in losses)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("section", ["decode", "experts"])
 def test_the_section_of_some_kernels_runs_without_a_gpu(section: str, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def planned(name: str, mesh: str) -> autopar.GenerationPlan:
     return autopar.plan_generation(model.double(), autopar.Mesh(sizes), WANTED, strategy=strategy)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "pp"), ("gpt2", "tp"), ("qwen2", "zbv"), ("lfm2", "pp")])
 def test_a_prompt_and_a_token_are_proven_on_the_same_stages(name: str, mesh: str) -> None:
@@ -253,6 +253,7 @@ def test_what_no_stage_can_keep_is_refused_by_operator() -> None:
     assert "mesh without pp" in str(caught.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pp", "tp"])
 def test_what_an_encoder_gave_is_kept_where_it_is_read(mesh: str) -> None:

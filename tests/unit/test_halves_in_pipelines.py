@@ -106,6 +106,7 @@ def test_each_draws_what_it_would_alone() -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "options"),

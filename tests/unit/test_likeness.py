@@ -54,6 +54,7 @@ def test_a_block_that_the_twin_lacks_is_named() -> None:
     assert likeness(missing[0]) not in {likeness(region) for region in small.regions}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "proven"), [(None, True), ("1", False)])
 def test_verify_says_what_of_the_model_is_not_proven(layers: str | None, proven: bool) -> None:

@@ -197,7 +197,7 @@ def test_models_are_proven(kind: str, strategy: Any, mesh: str) -> None:
     assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mixtral", "qwen3")])
 def test_other_models_are_proven(kind: str) -> None:
@@ -208,7 +208,7 @@ def test_other_models_are_proven(kind: str) -> None:
         assert plan.verify(rtol=1e-9).ok and plan.source is not None and called in plan.source
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "lies"),
@@ -364,7 +364,7 @@ def test_a_layer_of_an_earlier_transformers() -> None:
     assert plan.source is not None and "ops.experts(" in plan.source
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hot", "empty"])
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def crowd(model: nn.Module, routing: str) -> None:
             bias[hot if routing == "hot" else empty] += 100.0 if routing == "hot" else -100.0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek"])
 @pytest.mark.parametrize("routing", ["hot", "empty"])

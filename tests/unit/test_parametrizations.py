@@ -58,7 +58,7 @@ PLACES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:autopar")
 @pytest.mark.parametrize("name", MADE)

@@ -167,6 +167,7 @@ def test_cuts() -> None:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [4, None])
 def test_memory_that_no_pipeline_fits(microbatches: int | None) -> None:

@@ -53,6 +53,7 @@ def data_of(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in json.loads(plan.to_json())["plan"].items() if name != "times"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     "strategy",
@@ -98,6 +99,7 @@ def test_a_schedule_of_a_file_is_in_the_plan(tmp_path: Path) -> None:
     assert again.explain(name, model=loaded.model, example_inputs=loaded.batch).alternatives
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", {"pp": "pipeline", "dp": "zero2"}])
 def test_the_cache_of_plans(strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +214,7 @@ def test_reduced_precision() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "strategy", "stages", "layers"),
@@ -309,7 +312,7 @@ NAMED: list[tuple[str, str, Strategy]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "strategy"), NAMED)
 def test_named_strategies_inside_a_pipeline(model: str, mesh: str, strategy: Strategy) -> None:

@@ -182,7 +182,7 @@ def _free_links() -> Hardware:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "padded"), [("llama", True), ("mistral", False), ("gpt_oss", False)])
 def test_tokens_of_a_prompt_are_split_where_that_pays(name: str, padded: bool) -> None:
@@ -196,6 +196,7 @@ def test_tokens_of_a_prompt_are_split_where_that_pays(name: str, padded: bool) -
     assert plan.verify().ok
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.moderate
 @pytest.mark.parametrize(("prompt", "length"), [(5, 8), (6, 12), (9, 12)])
 def test_a_length_is_rounded_up_to_pieces(prompt: int, length: int) -> None:
@@ -208,7 +209,7 @@ def test_a_length_is_rounded_up_to_pieces(prompt: int, length: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["split_kv", "split_kv, tensor", "ring"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "t5", "deepseek_v3"])
 def test_teacher_forced_logits_are_those_of_the_whole_sequence(name: str, strategy: str) -> None:

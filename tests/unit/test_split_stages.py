@@ -99,7 +99,7 @@ def cut_of(program: Program) -> tuple[int, ...]:
     return tuple(min(set(stage.calls) - set(stage.recomputed)) for stage in program.pipeline.stages)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -269,7 +269,7 @@ def passes(name: str) -> tuple[pipeline.Pass, ...]:
     return (pipeline.Pass(capture.name, once), *others)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipeline(1f1b)", "pipeline"])
 @pytest.mark.parametrize("name", MODELS)

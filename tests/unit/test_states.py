@@ -176,7 +176,7 @@ def test_a_prompt_of_one_token_is_no_token_after_it() -> None:
     assert family_key(model, first) != family_key(model, then)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "prompt"),

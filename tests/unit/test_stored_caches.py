@@ -216,7 +216,7 @@ def rounded_cache(model: Any, storage: str) -> Any:
     return cache
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     ("name", "storage", "strategy"),

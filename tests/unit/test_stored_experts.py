@@ -246,7 +246,7 @@ CASES: list[tuple[str, str, dict[str, str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way", "strategies"), CASES, ids=lambda each: str(each))
 def test_programs_compute_what_the_model_with_such_experts_computes(

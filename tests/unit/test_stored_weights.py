@@ -121,7 +121,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.moderate
 @pytest.mark.parametrize(("name", "way", "strategy"), mostly_slow(CASES, ("qwen2", "int4", "tensor")))
 def test_programs_compute_what_the_model_with_such_weights_computes(name: str, way: str, strategy: str) -> None:

@@ -87,7 +87,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "storage", "strategy", "chunk"), CASES)
 def test_programs_compute_what_a_model_with_such_a_cache_computes(

@@ -204,6 +204,7 @@ def branches_on_the_rank() -> None:
     compiled_mlp("ddp", edit=edit)(**make_batch())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("work", "message"),
     [

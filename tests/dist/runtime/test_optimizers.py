@@ -121,6 +121,7 @@ def rows(found: dict[str, dict[str, float | str]]) -> Iterator[tuple[str, str, f
             yield case, layout, result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [{"a": 2}, {"a": 4}, {"a": 2, "b": 2}])
 def test_optimizers_follow_one_process_or_are_refused(sizes: dict[str, int]) -> None:
     """Breaks when an optimizer takes a piece's norms or means for the whole tensor's, or dies deep inside DTensor."""

@@ -70,7 +70,7 @@ def test_training_equals_one_process(name: str, sizes: dict[str, int], num: int,
     assert set(weights) == set(expected["weights"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("work", "num_ranks", "message"),
     [

@@ -35,6 +35,7 @@ def steps(compile_regions: bool | str, plan: str = "zero3+tensor") -> dict[str, 
 
 
 # Graphs: forward one before each collective (nothing comes after the last), backward one.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("backend", "plan", "num_ranks", "num_graphs"),
     [pytest.param(True, "zero3", 2, 2, marks=pytest.mark.slow), ("aot_eager", "zero3+tensor", 4, 3)],

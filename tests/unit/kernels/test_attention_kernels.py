@@ -37,7 +37,7 @@ def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(10)
 @pytest.mark.moderate
 @pytest.mark.parametrize("name", mostly_slow(CASES, *list(CASES)[::3]))
 def test_equal_to_float64(name: str) -> None:

@@ -106,7 +106,7 @@ def stored(tensors: Tensors, storage: str) -> tuple[Tensors, Tensors, Any]:
     return codes, numbers, load("decode_launch").Codes(storage, *scales)
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", mostly_slow(["a token", "drafts", "sinks", "slopes", "everything"]))

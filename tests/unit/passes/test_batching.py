@@ -292,7 +292,7 @@ LOSSES: Mapping[str, tuple[str, Callable[..., Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str, m: int) -> None:

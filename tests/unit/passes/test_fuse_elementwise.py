@@ -225,7 +225,7 @@ def test_only_where_no_sharding_is_lost(hardware: str) -> None:
     assert fuse_elementwise(program, mesh=mesh, pins=[pin("other", dp=Shard(0))]) is not program
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "strategy", "precision", "norms", "rotaries"),
     [

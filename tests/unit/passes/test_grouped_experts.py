@@ -39,6 +39,7 @@ class Biased(Sequential):
         return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).amax(1).view_as(x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.moderate
 @pytest.mark.parametrize("kind", [Sequential, Biased])
 def test_experts_of_slices_are_one_operator(kind: type[nn.Module]) -> None:
@@ -52,7 +53,7 @@ def test_experts_of_slices_are_one_operator(kind: type[nn.Module]) -> None:
         compare(model, program, tokens_of(which))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Sequential, Biased])
 @pytest.mark.parametrize("strategy", ["expert", "tensor", "auto"])

@@ -270,7 +270,7 @@ def test_halves_are_compiled_as_regions(caplog: pytest.LogCaptureFixture) -> Non
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "tensor+sequence", "zero3", "product", "auto"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "gemma2"])

@@ -114,7 +114,7 @@ def strings_of(source: str) -> str:
 
 
 @pytest.mark.moderate
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", [NAMES[2], NAMES[3], NAMES[4]], ids=["quote", "brace", "docstring"])
 def test_programs_with_hostile_names(name: str, kind: str) -> None:

@@ -120,6 +120,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["expert", "zero3+expert"])
 @pytest.mark.parametrize("name", MODELS)
@@ -144,6 +145,7 @@ def test_beside_other_axes(strategy: Any, mesh: str, always: None) -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_halves_of_a_backward(schedule: str, always: None) -> None:

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.unit
 HALVES: dict[str, Any] = {"microbatches": 2, "halves": True}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     ("kind", "strategy", "mesh"),

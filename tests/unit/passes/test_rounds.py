@@ -75,7 +75,7 @@ def calls(found: autopar.Plan) -> Counter[str]:
     return Counter(call.region for call in found.program.calls)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     ("mesh", "strategy"),

@@ -85,6 +85,7 @@ class BySearching(Layer):
         return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOICES, WIDTH).sum(1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.moderate
 @pytest.mark.parametrize("kind", [Sequential, Layer, ByMasks, BySort, ByAdding, BySearching])
 def test_rows_stay_where_they_are(kind: type[nn.Module]) -> None:
@@ -97,6 +98,7 @@ def test_rows_stay_where_they_are(kind: type[nn.Module]) -> None:
         compare(model, program, tokens_of(which))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), [(Sequential, "zero3"), (ByAdding, "ddp")])
 def test_strategies_that_split_the_batch_gather_no_rows(kind: type[nn.Module], strategy: str) -> None:
@@ -177,6 +179,7 @@ class FirstValue(Layer):
         return back * (1 + values[0]) + ends[1]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     "kind", [FirstValue, Summed, Placed, Triangular, Causal, OtherEnds, Descending, Elsewhere, NeverBack]

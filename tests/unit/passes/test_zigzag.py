@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, AxisStrategy], dict[str, Shard]
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_zigzag_program_computes_what_the_model_computes(name: str) -> None:

@@ -33,6 +33,7 @@ def untold(rule: Rule) -> Rule:
     return with_fields(rule, offset_args=(), position_args=())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     ("operator", "change", "mesh", "strategy"),

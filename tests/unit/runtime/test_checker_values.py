@@ -93,7 +93,7 @@ def test_what_is_added_up_over_microbatches(pattern: str, replacement: str, line
         check_types(text, plan.interface)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.moderate
 @pytest.mark.parametrize("name", CELLS)
 def test_a_plan_s_file_keeps_what_is_meant(name: str, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     assert same(read(tmp_path / "back"), read(tmp_path / "hf")) and "lm_head.weight" not in read(tmp_path / "back")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["huggingface", "torch", "autopar"])
 def test_a_model_larger_than_memory(to: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def searched() -> tuple[torch.nn.Module, dict[str, torch.Tensor], SearchResult]:
     return model, batch, autopar.search(model, "h100x4", example_inputs=batch, limits=limits, top=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp", "data"), [(2, 1, "ddp"), (2, 1, "zero3"), (1, 2, "zero2"), (1, 1, "zero2")])
 def test_exchanges_are_estimated_as_planned(dp: int, tp: int, data: str) -> None:

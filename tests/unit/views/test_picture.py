@@ -158,7 +158,7 @@ def test_many_stages_are_a_box_for_each_rank() -> None:
         assert len(found) == len(lanes) and found == sorted(found)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SHIPPED))
 def test_an_overview_has_no_more_than_sixty_boxes(name: str) -> None:

@@ -79,6 +79,7 @@ def test_spans_are_the_plans_step(case: str, hardware: str) -> None:
         assert names <= {f"{row.kind} {row.axis}" for row in plan.collectives}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.moderate
 @pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_calls_come_one_after_the_other(case: str) -> None:
@@ -173,7 +174,7 @@ def test_views_of_a_deep_model_are_small() -> None:
     assert len(json.dumps(packed.pack(Views((), (), (), spans, memory)))) < 500_000
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["h100", "cpu"])
 @pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
