@@ -29,6 +29,7 @@ def plan_mlp(mesh: Mesh = MESH, **options: Any) -> Plan:
     return autopar.plan(loaded.model, mesh, **options)
 
 
+@pytest.mark.moderate
 def test_an_axis_that_does_not_divide_the_batch() -> None:
     """Breaks if an uneven batch is cut anyway, or the message does not say how large a batch must be."""
     assert error_of(plan_mlp, Mesh({"dp": 3}, hardware="cpu"), strategy="ddp") == (
@@ -217,6 +218,7 @@ def test_memory_that_cannot_suffice(strategy: str) -> None:
     assert "does not fit" in error_of(plan_mlp, strategy=strategy, memory_limit=int(needed * 0.98))
 
 
+@pytest.mark.moderate
 def test_plan_files(tmp_path: Path) -> None:
     """Breaks if a damaged plan is loaded, an older format misread, or a good plan changes on its way through a file."""
     plan = plan_mlp(strategy="zero3", constraints=[pin("x", dp=Shard(0))], precision="bf16")

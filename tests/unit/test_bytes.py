@@ -33,6 +33,7 @@ def num_bytes(lowered: Lowered) -> int:
     return sum(v.type.num_bytes for v in lowered.program.variables if v.is_parameter)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("name", "mesh", "strategy"), mostly_slow(CASES, *CASES[:5]))
 def test_the_plan_says_what_every_rank_sends(name: str, mesh: str, strategy: str) -> None:
     """Breaks if a collective runs that the plan does not list, or the other way round, or its bytes are off."""
@@ -50,6 +51,7 @@ def test_the_plan_says_what_every_rank_sends(name: str, mesh: str, strategy: str
         assert Counter((event.kind, event.axis) for event in events) == times
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num", [2, 4])
 def test_ddp_moves_twice_the_parameters(name: str, num: int) -> None:

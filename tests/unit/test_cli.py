@@ -17,6 +17,7 @@ from tests.unit.commands import run
 SMALL = ["mlp", "--tiny", "--batch", "8", "--mesh", "dp=2,tp=2"]
 
 
+@pytest.mark.moderate
 def test_help_and_tables_import_no_torch() -> None:
     """Breaks if a module-level import makes `autopar --help` wait seconds for torch."""
     code = (
@@ -53,6 +54,7 @@ def test_one_profile_names_its_sources(tmp_path: Path) -> None:
     assert "is a TOML file" in run("calibrate", "--save", str(tmp_path / "mine.json"), code=2)[1]
 
 
+@pytest.mark.moderate
 def test_plan_prints_the_table_one_line_and_the_next_command() -> None:
     """Breaks if `plan` ends without the result in one line and a command that can be pasted."""
     out, _ = run("plan", *SMALL, "--strategy", "zero3")
@@ -80,6 +82,7 @@ def test_plan_writes_what_was_asked_for(tmp_path: Path) -> None:
     assert data["memory_bytes"]["limit"] == loaded.memory_limit_bytes and loaded.precision is not None
 
 
+@pytest.mark.moderate
 def test_a_folder_that_does_not_exist_is_no_crash(tmp_path: Path) -> None:
     """Breaks if a path that cannot be written ends in a traceback after all the planning."""
     _, err = run("plan", *SMALL, "--strategy", "ddp", "--save", str(tmp_path / "none" / "plan.json"), code=1)
@@ -163,6 +166,7 @@ def test_an_unknown_model_ends_with_2() -> None:
     assert "did you mean gpt2? " in run("plan", "gtp2", "--mesh", "dp=2", code=2)[1]
 
 
+@pytest.mark.moderate
 def test_what_cannot_be_planned_ends_with_1() -> None:
     """Breaks if an infeasible plan is a traceback, or looks like success."""
     _, err = run("plan", *SMALL, "--strategy", "ddp", "--memory-limit", "1KiB", code=1)

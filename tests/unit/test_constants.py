@@ -105,6 +105,7 @@ def test_numbers_of_python_keep_their_values(make: Callable[[Tensor, int], Tenso
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_a_program_does_not_depend_on_the_default_dtype() -> None:
     """Breaks if what `forward` makes has the default dtype of the process that runs the program, not of the trace."""
     mesh = autopar.Mesh({"dp": 2}, hardware="cpu")

@@ -67,6 +67,7 @@ def test_ulysses_turns_four_hidden_states(model: str, num: int) -> None:
         assert a_layer(inside(model, f"cp={num}", "ulysses", phase)) == wanted
 
 
+@pytest.mark.moderate
 def test_ulysses_sends_the_key_heads_that_a_rank_reads() -> None:
     """Breaks if each of 8 ranks is sent all 4 key heads, of which it reads one: lcm(4, 8) = 8 heads, one for each."""
     queries = hidden(64) / 8 * 7 / 8

@@ -71,6 +71,7 @@ def test_equal_to_eager(label: str) -> None:
         assert cell.error < 1e-9
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("label", "strategy", "mesh", "words"), REFUSED)
 def test_what_a_strategy_does_not_admit_is_said(label: str, strategy: str, mesh: str, words: str) -> None:
     """Breaks if a case without a plan gets a wrong one, or an error that does not say what stands in the way."""

@@ -92,6 +92,7 @@ BROKE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", BROKE)
 @pytest.mark.parametrize(("strategy", "mesh"), [("ddp", "dp=2"), ("auto", "dp=2,tp=2")])
 def test_what_broke(name: str, strategy: str, mesh: str) -> None:
@@ -159,6 +160,7 @@ class Filter(nn.Module):
         return x + x * weights if self.apart else x + torch.fft.irfft(torch.fft.rfft(x) * weights, n=8)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("strategy", "mesh"), [("ddp", "dp=2"), ("zero3", "dp=2,tp=2"), ("auto", "dp=2,tp=2")])
 def test_gradients_pass_through_complex_numbers(strategy: str, mesh: str, apart: bool) -> None:

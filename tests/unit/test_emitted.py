@@ -97,6 +97,7 @@ def test_the_text_is_what_runs() -> None:
         proof.raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_an_edit_that_drops_a_collective_is_noticed() -> None:
     """Breaks if a lost reduction goes unnoticed: replicas that should be equal are compared."""
     plan = plan_of("mlp")

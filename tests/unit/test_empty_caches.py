@@ -102,6 +102,7 @@ def test_only_the_call_that_begins_knows() -> None:
         assert _kinds(inputs["decode"]["past_key_values"]) == [False]
 
 
+@pytest.mark.moderate
 def test_a_prompt_has_no_mask_as_long_as_the_cache(plan: GenerationPlan) -> None:
     """Breaks if attention reads, under a mask of every query and position, what nobody has written yet."""
     (line,) = [line for line in plan.prefill.source.splitlines() if "ops.attention(" in line]
@@ -110,6 +111,7 @@ def test_a_prompt_has_no_mask_as_long_as_the_cache(plan: GenerationPlan) -> None
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_padding_on_the_left_is_still_hidden() -> None:
     """Breaks if a prompt whose rows begin late sees what stands before them."""
     wanted = autopar.Generation(batch=2, prompt=6, new_tokens=3, padded=True)

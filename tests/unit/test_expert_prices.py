@@ -156,6 +156,7 @@ def test_what_is_held_is_what_is_planned(text: str, few: int, monkeypatch: pytes
         )
 
 
+@pytest.mark.moderate
 def test_a_plan_has_what_kernels_hold() -> None:
     """Breaks if a plan's peak leaves out what experts hold while they run, or a machine without the kernels has it."""
     ids = torch.zeros(8, 64, dtype=torch.int64) + torch.arange(64) % VOCABULARY

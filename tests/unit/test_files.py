@@ -72,6 +72,7 @@ def modules_of(folder: Path, name: str, text: str) -> Iterator[None]:
 # -- plans
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("command", ["explain", "report"])
 def test_a_plan_calls_nothing_that_it_names(command: str, tmp_path: Path) -> None:
     """Breaks if a module that a plan's file names is imported, or a function of it called, when the plan is shown."""

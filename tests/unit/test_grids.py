@@ -61,6 +61,7 @@ class Masked(nn.Module):
         return self.read(seen.flatten(1)).square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.unit
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
 def test_a_gradient_that_is_always_zero_is_split(mode: str) -> None:

@@ -30,6 +30,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.moderate
 def test_commands_take_it(config: str) -> None:
     """Breaks if `--halves` does not reach the plan, what comes next is another program, or the proof is of one."""
     small = (config, "--mesh", "dp=2", "--strategy", "expert", "--batch", "8x8")
@@ -41,6 +42,7 @@ def test_commands_take_it(config: str) -> None:
     assert (alone["together"], alone["microbatches"]) == (1, 2)
 
 
+@pytest.mark.moderate
 def test_commands_refuse_it(config: str) -> None:
     """Breaks if what cannot be had is left out silently."""
     why = run("plan", config, "--mesh", "dp=2", "--strategy", "zero3", "--batch", "8x8", "--halves", code=1)[1]
@@ -61,6 +63,7 @@ def searched(halves: bool | None, **limits: int) -> Any:
     )
 
 
+@pytest.mark.moderate
 def test_searches_take_it() -> None:
     """Breaks if a search plans what cannot go together, or together what was to go alone."""
     ((candidate, plan),) = searched(True).planned
@@ -70,6 +73,7 @@ def test_searches_take_it() -> None:
     assert alone.interface.together == 1
 
 
+@pytest.mark.moderate
 def test_searches_refuse_it() -> None:
     """Breaks if a space without exchanges is searched, and what it has is told as two together."""
     with pytest.raises(AutoparError, match="sends tokens to experts in an even number of microbatches"):

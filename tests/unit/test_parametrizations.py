@@ -126,6 +126,7 @@ CASTS: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", CASTS)
 def test_a_cast_that_casts_nothing_keeps_the_gradient(name: str) -> None:
     """Breaks if what `no_grad` makes nothing of (a cast to what it is already) has no gradient behind it, either: in

@@ -133,6 +133,7 @@ def test_schedules_from_files(rows: str, message: str, tmp_path: Path) -> None:
     assert error_of(plan_of, f"pipeline({path})").startswith(message.format(path=path))
 
 
+@pytest.mark.moderate
 def test_a_file_that_is_not_there_and_one_for_another_batch(tmp_path: Path) -> None:
     """Breaks if the number of microbatches of a file is not its own."""
     assert error_of(plan_of, "pipeline(nothing.csv)").startswith("cannot read the pipeline schedule nothing.csv")

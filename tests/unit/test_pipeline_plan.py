@@ -119,6 +119,7 @@ def test_the_cache_of_plans(strategy: Strategy, tmp_path: Path, monkeypatch: pyt
     assert not changed.from_cache and changed.source != first.source
 
 
+@pytest.mark.moderate
 def test_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if the stages are not to be seen in the dumped program."""
     monkeypatch.setenv("AUTOPAR_DUMP", str(tmp_path))

@@ -89,6 +89,7 @@ def test_ratios_of_peaks_by_hand() -> None:
     assert one.published == pytest.approx(52.23 / 31.11)
 
 
+@pytest.mark.moderate
 def test_speeds_of_mixtures_are_near_the_published() -> None:
     """Breaks if exchanges over one node or eight, or products of experts, are priced far from what was measured."""
     for name in ("automodel/qwen3-30b-8", "automodel/gpt-oss-120b-64"):
@@ -151,6 +152,7 @@ def held(**keeps: Any) -> float:
     return run_peak_bytes(small(), Keeps(**keeps), sizes, reduced=False, waited=True)
 
 
+@pytest.mark.moderate
 def test_what_a_run_keeps_by_hand() -> None:
     """Breaks if what a run keeps is left out of its peak, counted for one layer alone, or in another dtype."""
     experts = 2 * 4 * 3 * 32 * 64  # of two layers, elements

@@ -90,6 +90,7 @@ def plan(draw: Draw, mesh: dict[str, int], strategy: str, blocks: int = 3) -> au
     )
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
 def test_shards_draw_what_one_device_draws(draw: Draw) -> None:
     """Breaks if ranks draw numbers of their own, replicas other ones, or the backward others than the forward."""

@@ -90,6 +90,7 @@ def test_a_projected_state_is_left_to_torch() -> None:
     assert plan.verify().ok and plan.source is not None and "ops.lstm(" not in plan.source
 
 
+@pytest.mark.moderate
 def test_one_sequence_without_a_batch() -> None:
     """Breaks if a layer's input of two dims is taken for one of three."""
 

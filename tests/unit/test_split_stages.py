@@ -141,6 +141,7 @@ def test_before_refinement_the_slowest_stage_is_the_fastest_that_can_be(
         assert brute.slowest_s(cut_of(found)) == pytest.approx(min(map(brute.slowest_s, brute.cuts)), rel=1e-9)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("interleaved", 2), ("zero_bubble", 1), ("zbv", 2)])
 def test_schedules_with_more_stages(schedule: str, stages_per_rank: int) -> None:
     """Breaks if a schedule with several stages a rank, or split backwards, gets a cut that is far from the best."""

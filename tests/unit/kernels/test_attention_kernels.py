@@ -51,6 +51,7 @@ def test_equal_to_float64(name: str) -> None:
         assert actual[part].transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "name",
     mostly_slow(
@@ -85,6 +86,7 @@ def test_tensor_descriptors_read_the_same(name: str, monkeypatch: pytest.MonkeyP
         assert torch.equal(described[part], want), part
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("rows", [32, 64])
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("name", ["causal", "four queries a key head"])

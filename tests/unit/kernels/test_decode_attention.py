@@ -117,6 +117,7 @@ def test_codes_are_the_numbers_that_they_say(name: str, storage: str, dtype: tor
     assert_equal(computed(codes, case, codes=said), wanted(numbers, case))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_code(storage: str) -> None:
     """Breaks if a number that a code can say is read as another: a query attends to one token alone."""
@@ -144,6 +145,7 @@ def test_every_code(storage: str) -> None:
         assert torch.equal(out[0, 0, 0], want[0, 0, token]), token
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("storage", mostly_slow(["", "int4"], "int4"))
 def test_pages(storage: str) -> None:
     """Breaks if a key is read from another page, or from another place of it."""
@@ -166,6 +168,7 @@ def test_pages(storage: str) -> None:
     assert_equal(computed(apart, case, codes=said, pages=table), wanted(numbers, case))
 
 
+@pytest.mark.moderate
 def test_what_is_hidden_from_all_is_not_read() -> None:
     """Breaks if blocks before the first key that a row sees, or after the last, are read: there are NaNs."""
     hidden = {

@@ -40,6 +40,7 @@ def check(case: Case) -> None:
         assert_near(own, want)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("routing", "window"), [("hot", False), *((name, True) for name in ROUTINGS)])
 def test_every_routing(routing: str, window: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a tile is of another expert, is left out or goes over its group's end; if an expert without tokens, or
@@ -56,6 +57,7 @@ def test_every_routing(routing: str, window: bool, monkeypatch: pytest.MonkeyPat
 LAYOUTS = [(False, False, False), (False, True, True), (True, False, True), (True, True, False)]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("interleaved", "transposed", "biased"), LAYOUTS)
 @pytest.mark.parametrize("text", [GATED, "mul(softplus(gate), up)"])
 def test_every_layout(interleaved: bool, transposed: bool, biased: bool, text: str) -> None:
@@ -77,6 +79,7 @@ def test_every_gated_activation(text: str) -> None:
     check(Case(act=text, E=1, D=16, F=16, routing=[[0], [0], [0], [0], [0]], biased=True))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("text", ["relu(gate)", "pow(relu(gate), 2)", "gelu(gate)", "logit(sigmoid(gate))"])
 def test_without_a_gate(text: str) -> None:
     check(Case(act=text, gated=False, routing=ROUTINGS["balanced"][:5]))
@@ -86,6 +89,7 @@ def test_half_precision_and_sizes_that_tiles_divide() -> None:
     check(Case(dtype=torch.float16, D=32, F=16, act=CLAMPED, interleaved=True, transposed=True, biased=True))
 
 
+@pytest.mark.moderate
 def test_rows_that_are_no_neighbours() -> None:
     """Breaks if strided tokens, gradients and weights are read as if they lay beside each other."""
     case = Case(routing=ROUTINGS["balanced"][:6])
@@ -98,6 +102,7 @@ def test_rows_that_are_no_neighbours() -> None:
         assert_near(own, want)
 
 
+@pytest.mark.moderate
 def test_the_same_bits_again() -> None:
     """Breaks if what is added depends on which program is first."""
     case = Case(biased=True, dtype=torch.float16)

@@ -101,6 +101,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("case", WHOLE)
 def test_blocks_that_are_looked_into_are_traced_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a model that lists what is in its blocks sees only those that the tracer is shown."""

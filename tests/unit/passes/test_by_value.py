@@ -95,6 +95,7 @@ CASES: list[tuple[type[nn.Module], dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("kind", "batch", "names"), CASES)
 def test_values_that_decide_are_part_of_what_a_program_is_for(
     kind: type[nn.Module], batch: dict[str, Any], names: tuple[str, ...]

@@ -155,6 +155,7 @@ def _agrees(way: Way) -> str:
     return str(program)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ONE)
 def test_experts_are_one_operator(name: str) -> None:
     """Breaks if a loop, or a product of all experts, is left as it is, or if a token meets another expert or weight."""
@@ -212,6 +213,7 @@ def _left_between(model: Mixture, x: Tensor, logits: Tensor) -> Tensor:
     return out + seen.square()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("way", "operators"),
     [(_of_two_kinds, 2), (_in_another_order, 1), (_scores_of_others, 0), (_scores_that_are_not_0, 0),

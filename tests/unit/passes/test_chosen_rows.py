@@ -114,6 +114,7 @@ def _ran(model: nn.Module, program: Program, batch: dict[str, Tensor]) -> tuple[
     return found, gradients
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", HOW)
 def test_the_program_for_one_batch_serves_others(name: str) -> None:
     """Breaks if rows that are not chosen count, make a gradient NaN, or how many there are stays in the program."""

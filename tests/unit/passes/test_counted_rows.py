@@ -202,6 +202,7 @@ def _program_and_eager(how: Callable[..., Tensor], empty: bool) -> tuple[Tensor,
     return found, model(x), program.granted
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("how", [_adds, _adds_by_index, _assigns_by_mask])
 def test_rows_that_are_written_are_so_for_any_number(how: Callable[..., Tensor], empty: bool) -> None:
@@ -211,6 +212,7 @@ def test_rows_that_are_written_are_so_for_any_number(how: Callable[..., Tensor],
     assert not granted
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "how",
     [
@@ -227,6 +229,7 @@ def test_what_more_is_done_is_guarded(how: Callable[..., Tensor]) -> None:
     assert found.isnan() and not eager.isnan()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "how", [_means_by_number, _asks_in_a_function, _asks_for_any_group, _asks_of_one_writes_another]
 )
@@ -238,6 +241,7 @@ def test_who_asks_does_not_matter(how: Callable[..., Tensor]) -> None:
     assert found.isnan() and not eager.isnan()
 
 
+@pytest.mark.moderate
 def test_numbers_of_two_masks_that_are_equal_are_another_case() -> None:
     """Breaks if what is done for as many rows is done for others, or the other way round."""
     found, eager, granted = _program_and_eager(_as_many_as_others, empty=True)

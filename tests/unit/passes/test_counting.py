@@ -67,6 +67,7 @@ def test_that_other_numbers_lie_below_is_taken_for_granted() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_beyond_them_the_loss_is_nan() -> None:
     """Breaks if the guard is left out."""
     from autopar.runtime.simulate import simulate

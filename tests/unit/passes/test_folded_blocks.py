@@ -128,6 +128,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("case", ROWS)
 def test_only_rows_that_do_the_same_are_folded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if blocks are left out whose results somebody reads, or which read what others do not."""

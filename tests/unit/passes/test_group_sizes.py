@@ -159,6 +159,7 @@ KINDS = (ByList, ByItem, ByNumpy, BySplit, ByEnds, ByScatter, ByDescending, ByPl
 OPERATORS = (ByList, ByItem, ByNumpy, BySplit, ByPlace)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_whose_sizes_python_reads(kind: type[Layer]) -> None:
     """Breaks if the example's sizes are in the program, or a group that has no row there or here is another one."""
@@ -283,6 +284,7 @@ def _leaves_rows_out(layer: Layer, rows: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([*parts, rows[:0]]) if len(parts) == 1 else torch.cat(parts).sum(0, keepdim=True).expand_as(rows)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "made",
     [

@@ -170,6 +170,7 @@ def test_an_input_may_have_any_name(name: str) -> None:
     proven(placed(make(namespace["Model"](), {name: batch["x"], "target": batch["target"]})))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gpt2"], "gpt2"))
 def test_halves_send_what_the_whole_sends(name: str, strategy: Strategy) -> None:
@@ -182,6 +183,7 @@ def test_halves_send_what_the_whole_sends(name: str, strategy: Strategy) -> None
     assert not any(INPUT_HALF in region.lowered for region in lowered.program.regions)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_every_operator_is_in_one_half(name: str, strategy: Strategy) -> None:
@@ -245,6 +247,7 @@ def test_a_half_without_an_operator_is_found() -> None:
         check_program(program.with_regions({region.name: replace(region, lowered=alone)}), after="insert_collectives")
 
 
+@pytest.mark.moderate
 def test_halves_are_compiled_as_regions(caplog: pytest.LogCaptureFixture) -> None:
     """Breaks if compile_regions leaves the halves uncompiled, or cannot do without `p` where nothing reads it."""
     case = placed(make(), "ddp", Mesh({"dp": 1}, hardware="cpu"))

@@ -58,6 +58,7 @@ def _batch(rows: int = ROWS) -> dict[str, Tensor]:
 HOWS = [_item, _hits_of_rows, _float_and_int, _predictions]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", HOWS)
 def test_numbers_are_of_the_whole_batch(how: Callable[..., Any]) -> None:
     """Breaks if a rank hands out the number of its own rows, or none."""
@@ -117,6 +118,7 @@ def test_numbers_are_not_written_down() -> None:
         capture(Classifies(_prints), _batch())
 
 
+@pytest.mark.moderate
 def test_many_numbers_are_refused() -> None:
     """Breaks if a program has an output for every token."""
     with pytest.raises(AutoparError, match=r"returns 65 numbers .*: a program returns 64 at most.*\.detach\(\)"):

@@ -169,6 +169,7 @@ def test_recomputed_exchanges(always: None) -> None:
     assert plan.verify(rtol=1e-9).ok
 
 
+@pytest.mark.moderate
 def test_how_it_reads(always: None) -> None:
     """Breaks if statements that belong together are torn apart, or variables do not say what they hold."""
     torch.manual_seed(0)
@@ -251,6 +252,7 @@ def test_seconds_that_are_hidden() -> None:
     assert calls[1] - calls[0] == pytest.approx(saved)
 
 
+@pytest.mark.moderate
 def test_what_travels_is_all_there() -> None:
     """Breaks if a way of an exchange is missing in the trace, or more is sent than the plan's tables say."""
     program = program_of(large(True))
@@ -281,6 +283,7 @@ def test_memory_that_does_not_fit(always: None) -> None:
         assert loaded.decisions.overlap.exchanges == (plan is beside)
 
 
+@pytest.mark.moderate
 def test_what_is_on_its_way_takes_memory(always: None) -> None:
     """Breaks if rows that travel while something else is computed are not in a phase's peak."""
     torch.manual_seed(0)

@@ -139,6 +139,7 @@ class Weighted(nn.Module):
         return (rows * weights).sum() / weights.sum()
 
 
+@pytest.mark.moderate
 def test_any_models_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if only the operators of a known loss are joined, or numbers change."""
     batch = {"x": torch.randn(8, 8), "weights": torch.rand(8)}

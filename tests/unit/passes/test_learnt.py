@@ -203,6 +203,7 @@ def test_what_splits_the_sequence_is_refused_at_once(monkeypatch: pytest.MonkeyP
     assert built
 
 
+@pytest.mark.moderate
 def test_whether_attention_takes_part_in_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if other ways to meet in attention are given up though attention has a part in why one cannot be had, or
     if they are tried where convolutions alone forbid it.

@@ -81,6 +81,7 @@ def batch_of() -> dict[str, Tensor]:
     return {"x": torch.randn(ROWS, 5, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_rows_that_come_back_are_put_together(name: str, m: int) -> None:

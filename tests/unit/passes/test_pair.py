@@ -172,6 +172,7 @@ def test_another_batch() -> None:
 # ------------------------------------------------------------------------------------------------- when, and when not
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -186,6 +187,7 @@ def test_refused(options: dict[str, Any], says: str) -> None:
         planned(Deep(), options.pop("strategy", "expert"), **{**HALVES, **options})
 
 
+@pytest.mark.moderate
 def test_a_forward_alone_has_no_microbatches() -> None:
     """Breaks if a model that is compiled for pairs cannot be evaluated, or cannot generate."""
     torch.manual_seed(0)
@@ -212,6 +214,7 @@ class Dropped(Alone):
         return (torch.nn.functional.dropout(y, 0.2, self.training) * (1 + torch.rand_like(y))).square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("microbatches", "rematerialize"), [(2, "none"), (4, "full")])
 def test_each_draws_what_it_would_alone(microbatches: int, rematerialize: str) -> None:
     """Breaks if two microbatches draw the same numbers, or others than in turn; if a backward takes the other's."""
@@ -228,6 +231,7 @@ def test_each_draws_what_it_would_alone(microbatches: int, rematerialize: str) -
             check_types(plan.source.replace(old, new), plan.interface)
 
 
+@pytest.mark.moderate
 def test_blocks_draw_what_they_would_alone() -> None:
     """Breaks if a block of several has another block's numbers, or attention the other microbatch's."""
     model = model_of("qwen3", attention_dropout=0.2, num_hidden_layers=3)
@@ -336,6 +340,7 @@ def test_wrong_edits(old: str, new: str, says: str | None) -> None:
         check_types(re.sub(old, new, source, count=1), two().interface)
 
 
+@pytest.mark.moderate
 def test_experts_may_still_be_placed() -> None:
     """Breaks if layers whose experts are moved between steps are others where two microbatches read them."""
     torch.manual_seed(0)

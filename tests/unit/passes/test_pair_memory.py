@@ -73,6 +73,7 @@ def held(plan: Plan, model: nn.Module, x: Tensor) -> list[int]:
     return SimulatedMesh(interface.axes, interface.sizes, 60.0).run(run)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("model", [Deep, Alone])
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_no_more_than_planned(model: Any, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,7 @@ class Blocks(nn.Module):
         return (x if self.read is None else x * found[self.read]).square().mean()
 
 
+@pytest.mark.moderate
 def test_gradients_come_through_views_alone() -> None:
     """Breaks if a value between blocks is taken for one without a gradient, and the blocks before it never learn."""
     plan = plan_of(Blocks(), {"dp": 2}, "zero2")
@@ -145,6 +146,7 @@ def test_gradients_come_through_views_alone() -> None:
     assert proof.ok and sum("gradient of layers" in row.name for row in proof.comparisons) == 8
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["zero3"])
 @pytest.mark.parametrize(
     "model",

@@ -86,6 +86,7 @@ def test_dropout_does_not_see_the_cut() -> None:
         piped.worst(run_stages(piped)[0])
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("halves", [False, True])
 def test_the_cut_sends_nothing_more(halves: bool) -> None:
     """Breaks if stages gather or reduce more than the whole program does, or a half gathers what it does not read."""

@@ -137,6 +137,7 @@ def alike_numbers(model: nn.Module, of: ProgramInterface, number: int) -> list[t
     return Alike(model, of, of.parameters[:PARAMETERS]).numbers(number)
 
 
+@pytest.mark.moderate
 def test_what_another_program_sums_elsewhere_is_left_out() -> None:
     """Breaks if parameters are compared on for which a batch of another shape has another placement, or none is behind
     an evaluation, which sums nothing.

@@ -43,6 +43,7 @@ def pieces(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, found
 
 
+@pytest.mark.moderate
 @given(pieces())
 @settings(max_examples=400, deadline=None)
 def test_pieces_cover_a_tensor_once(case: tuple[tuple[int, ...], list[Box]]) -> None:

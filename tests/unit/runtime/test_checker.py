@@ -108,6 +108,7 @@ def test_what_is_divided_by_the_ranks_is_a_term() -> None:
 _SUM = r'comm\.all_reduce\((\w+), "(\w+)"\)'
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("model", "pattern", "replacement", "line"),
     [

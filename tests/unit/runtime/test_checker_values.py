@@ -39,6 +39,7 @@ def planned(name: str, microbatches: int | None = None) -> Plan:
     return autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, microbatches=microbatches)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("model", "pattern", "replacement", "line", "said"),
     [
@@ -149,6 +150,7 @@ def test_an_error_names_what_differs() -> None:
         check_types(text, plan.interface)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", CELLS)
 def test_what_was_planned_is_enough(name: str) -> None:
     """Breaks when all that something may be is looked for, where what was planned would do: a check took three times as
@@ -158,6 +160,7 @@ def test_what_was_planned_is_enough(name: str) -> None:
     program._check(plan.source, plan.interface, "<planned>", hinted=True)
 
 
+@pytest.mark.moderate
 def test_what_another_program_asked_of_such_operands() -> None:
     """Breaks when a call that some other plan has on operands of the same shapes is taken for this one's: what was
     planned is not enough then, and all is looked for.

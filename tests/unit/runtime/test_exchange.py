@@ -399,6 +399,7 @@ def test_adversaries_hold_what_was_planned_with_kernels(few: int, monkeypatch: p
     assert all(0.5 < each <= 1 for each in most), most
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("grad", [False, True])
 def test_adversaries_hold_what_was_planned_under_way(
     grad: bool, monkeypatch: pytest.MonkeyPatch, count: int = 25

@@ -106,6 +106,7 @@ def test_guests_relieve_the_rank_of_a_hot_expert() -> None:
     assert [ranks.count(rank) for rank in range(4)] == [4, 4, 4, 4]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("hosts", [(0, 1, 3), (0,)])
 def test_guests_hold_what_is_said(hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if what guests take is more than is said: parameters, gradients, and what they make of rows."""

@@ -177,6 +177,7 @@ def _drawn_box(shape: tuple[int, ...], generator: torch.Generator) -> Box:
     return Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", ["gptq, sorted", "awq", "fp8 blocks"])
 def test_programs_compute_what_the_codes_say(kind: str, tmp_path: Path) -> None:
     """Breaks if zeros lie otherwise than their codes, or sorted inputs are taken for those of the layer."""

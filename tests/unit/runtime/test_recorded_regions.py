@@ -94,6 +94,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[LoadedProgram, list[torch
     return load_program(TEXT, "a layer", "aot_eager"), graphs
 
 
+@pytest.mark.moderate
 def test_regions_are_spelled_out_once_a_layout(compiled: tuple[LoadedProgram, list[Any]]) -> None:
     """Breaks if a region is other numbers than its text, if it is compiled for every layer, if operators of autopar
     stay in the way of a compiler, or if what was made of one layout of tensors runs on another.
@@ -111,6 +112,7 @@ def test_regions_are_spelled_out_once_a_layout(compiled: tuple[LoadedProgram, li
     assert len(graphs) == 3
 
 
+@pytest.mark.moderate
 def test_states_are_written_where_they_lie(compiled: tuple[LoadedProgram, list[Any]]) -> None:
     """Breaks if a compiled token copies its caches, writes one that somebody holds, or takes one layer's for another's;
     or if an input that is handed on is another tensor.

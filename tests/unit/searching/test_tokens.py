@@ -225,6 +225,7 @@ def test_experts_are_split() -> None:
     assert any(step_hidden_s(phase.program) > 0 for phase in plan.phases.values() if phase.program is not None)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -122,6 +122,7 @@ def test_prices_of_the_few_are_near_the_best_ones() -> None:
     assert bounds[0] >= bounds[1] - 0.01 * abs(bounds[1])
 
 
+@pytest.mark.moderate
 def test_prices_are_not_sought_where_memory_is_to_spare() -> None:
     """Breaks if what fits anyway is priced."""
     problem = layered(1, 30, 5)

@@ -45,6 +45,7 @@ def test_the_same_choices_are_left(problem: AssignmentProblem) -> None:
     assert all(map(np.array_equal, plain, loops))
 
 
+@pytest.mark.moderate
 def test_nodes_that_are_known_are_not_looked_at() -> None:
     """Breaks if a loop forgets which nodes are as they were."""
     graph = _consistent(layered(3, num_nodes=30))
@@ -54,6 +55,7 @@ def test_nodes_that_are_known_are_not_looked_at() -> None:
     assert not all(mask.all() for mask in every) and all(mask.all() for mask in none)
 
 
+@pytest.mark.moderate
 @SOME
 @given(problems)
 def test_what_is_long_is_solved_as_well(problem: AssignmentProblem) -> None:

@@ -109,6 +109,7 @@ def bound_and_answer(problem: AssignmentProblem, room: int | None) -> None:
         assert found.status == "infeasible"
 
 
+@pytest.mark.moderate
 @SOME
 @given(problems, st.integers(0, 5), st.floats(0.0, 10.0))
 def test_annealing_keeps_its_books(problem: AssignmentProblem, seed: int, temperature: float) -> None:
@@ -149,6 +150,7 @@ def test_annealing_fits_where_it_begins_above_the_limit() -> None:
     assert memory.profile(found).max() <= limit
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.integers(0, 9))
 def test_neighbourhoods_keep_the_choice(problem: AssignmentProblem, seed: int) -> None:

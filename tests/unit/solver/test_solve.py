@@ -196,6 +196,7 @@ def test_memory_price_is_zero_where_the_limit_is_slack() -> None:
     assert (slack.memory_price, slack.choice) == (0.0, free.choice)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("tightness", [0.5, 0.1, 0.02])
 def test_gap_is_closed_under_a_binding_limit(seed: int, tightness: float) -> None:

@@ -46,6 +46,7 @@ def test_a_loaded_plan_says_what_the_fresh_one_does(plan: Plan, content: dict[st
     assert fresh == json.dumps(content, sort_keys=True)
 
 
+@pytest.mark.moderate
 def test_sums_are_the_plans(plan: Plan, content: dict[str, Any]) -> None:
     """Breaks if parts of the step or of the memory, or collectives, do not add up to what the plan says."""
     cost = plan.cost
@@ -154,6 +155,7 @@ def test_pins_of_another_program_were_not_asked_for(plan: Plan) -> None:
     assert ", 1 pin; 2 tensors as in another program of the model" in " ".join(plan_text(pinned).split())
 
 
+@pytest.mark.moderate
 def test_words(plan: Plan, staged: Plan) -> None:
     """Breaks if a sentence says of an axis what it does not do, or names the wrong thing as what bounds the step."""
     assert axis_does(plan, "dp").startswith("splits the batch; stores ")

@@ -65,6 +65,7 @@ def test_a_layer_of_experts_by_hand(exchanged: Plan) -> None:
     assert row["forward_bytes"] == pytest.approx(away * (2 * 16 * 4 + CHOSEN * 8) + 3 * 4 * 8)
 
 
+@pytest.mark.moderate
 def test_a_guest_by_hand(exchanged: Plan) -> None:
     """Breaks if an expert that visits a rank is said to take nothing, or its gradients are left out."""
     (row,) = rows_of(exchanged)
@@ -102,6 +103,7 @@ def test_loads_say_what_placing_would_gain(exchanged: Plan) -> None:
             content_of(exchanged, Findings(expert_loads={name: given}), (), {})
 
 
+@pytest.mark.moderate
 def test_microbatches_at_a_time_have_a_row_each() -> None:
     """Breaks if the two rows of a layer look alike, or loads are of the first one alone."""
     plan = mixtral({"dp": "expert"}, {"dp": 4}, microbatches=2, halves=True)

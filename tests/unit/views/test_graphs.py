@@ -71,6 +71,7 @@ def test_numbers_are_those_of_the_plan(plan: Plan) -> None:
         assert math.isclose(compute_s + added_s, plan.cost.compute_s, rel_tol=1e-12)
 
 
+@pytest.mark.moderate
 def test_references_lead_to_what_makes_the_value(plan: Plan) -> None:
     """Breaks if an op reads what comes after it, or a saved value, a gradient, a slot or a call has no maker."""
     for region in plan.views.regions:

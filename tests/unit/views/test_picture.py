@@ -36,6 +36,7 @@ def test_graphviz_text(mlp: Plan, golden: Callable[[str], None], detail: str) ->
     golden(dot_source(mlp, detail=detail))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("detail", DETAILS)
 @pytest.mark.parametrize("phase", ["both", "forward", "backward"])
 def test_a_loaded_plan_draws_the_same(llama: Plan, detail: str, phase: str) -> None:

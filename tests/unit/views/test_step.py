@@ -106,6 +106,7 @@ def _within(span: Span, call: Span, near: float) -> bool:
     return call.start_s - near <= span.start_s and span.end_s <= call.end_s + near
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_the_fullest_time_is_the_plans_peak(case: str) -> None:
     """Breaks if the curve counts other things than the prediction, or ends elsewhere than the step."""

@@ -24,6 +24,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("case", ["zero3", "zero3 and tensor, 64 microbatches", "ring"])
 def test_a_plans_trace(case: str, tmp_path: Path) -> None:
     """Breaks if slices cross, or a span, its bytes or its module are lost on the way."""
