@@ -239,7 +239,10 @@ class Copy:
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {"arguments": list(arguments), "limit_s": limit_s, "memory_bytes": MEMORY_BYTES}
         print(json.dumps(request), file=self._server.stdin, flush=True)
-        answer = json.loads(self._server.stdout.readline())
+        line = self._server.stdout.readline()
+        if not line:
+            raise SystemExit(f"the process that runs programs in {self.folder} ended with {self._server.wait()}")
+        answer = json.loads(line)
         return answer["code"], answer["text"]
 
     def look(self) -> None:
