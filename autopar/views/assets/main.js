@@ -128,7 +128,7 @@ const WORDS = [
   ["node, network", "links inside a node, and between nodes"],
   ["selective", "the backward computes all again but products (matrix multiplications) and attention; full: whole blocks"],
   ["bubble", "the share of the step that a rank of a pipeline waits"],
-  ["gap", "by how much the solver's placement may be worse than the best one, proven"],
+  ["gap", "by how much the solver's placement may be worse than the best one that the strategy allows, proven"],
 ];
 
 const KEYS = [
