@@ -24,7 +24,7 @@ function headlineTiles() {
   const rate = isNumber(tokens_per_s) ? ["Tokens a second", formatWhole(tokens_per_s)] : ["Samples a second", isNumber(samples_per_s) ? threeDigits(samples_per_s) : null];
   const over = isNumber(limit_bytes) && peak_bytes > limit_bytes;
   return [
-    tile(content.training === false ? "A call" : "A step", formatSeconds(step_s), isNumber(gap) ? `within ${formatShare(gap, gap < 0.001 ? 2 : 1)} of ${content.strategy === "auto" ? "the" : "this strategy's"} best` : "predicted", "main"),
+    tile(content.training === false ? "A call" : "A step", formatSeconds(step_s), isNumber(gap) ? `within ${formatShare(gap, gap < 0.001 ? 2 : 1)} of the best` : "predicted", "main"),
     isNumber(mfu) && tile("FLOPs utilisation (MFU)", formatShare(mfu), "of the peak rate"),
     rate[1] && tile(rate[0], rate[1], isNumber(tokens_per_s) && isNumber(samples_per_s) ? `${threeDigits(samples_per_s)} samples a second` : "all ranks"),
     tile("Memory of the fullest rank", formatBytes(peak_bytes), isNumber(limit_bytes) ? `${over ? "over the limit: " : ""}${formatShare(peak_bytes / limit_bytes)} of ${formatBytes(limit_bytes)}` : "no limit was set", "wide", limitBar(peak_bytes, limit_bytes)),
