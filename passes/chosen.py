@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
 from autopar.passes.chosen_index import Rows
+from autopar.passes.chosen_joined import joined
 from autopar.passes.chosen_loops import Loops, Over, looped
 from autopar.passes.said import COPIES, Said, shape_of
 
@@ -402,6 +403,11 @@ def _index_put_(chosen: Chosen, x: Tensor, index: Any, value: Tensor, accumulate
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
+def _cat(chosen: Chosen, tensors: Any, dim: int = 0, **named: Any) -> Any:
+    found = None if named else joined(chosen.known(), SPREAD, tensors, dim)
+    return NotImplemented if found is None else chosen.take(*found)
+
+
 def _masked_scatter(chosen: Chosen, x: Tensor, mask: Tensor, source: Tensor) -> Any:
     known = chosen.broadcast_of(mask, source.shape[0]) if source.dim() and mask.dim() == x.dim() else None
     return NotImplemented if known is None else chosen.write(x, known, source)
@@ -448,6 +454,8 @@ def _index_select(chosen: Chosen, x: Tensor, dim: int, index: Tensor) -> Any:
 _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
+    torch.cat: _cat,
+    torch.concat: _cat,
     torch.masked_select: _masked_select,
     Tensor.masked_select: _masked_select,
     torch.masked_scatter: _masked_scatter,

@@ -53,6 +53,10 @@ _SCALED = {_aten.div.Tensor: _aten.div.Tensor, _aten.div.Scalar: _aten.div.Tenso
 _ALIKE = (_aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.new_zeros.default, _aten.new_ones.default,
           _aten.new_full.default, _aten.expand.default)  # fmt: skip
 """What makes all rows of such a size alike."""
+_WRITES = (_aten.scatter_add.default, _aten.scatter_reduce.two, _aten.index_add.default)
+"""What puts rows where indices of theirs say."""
+_NEW = (_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default)
+"""What reads no more of a tensor than its dtype and device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +219,8 @@ class _Keeper:
             raise self._refused(f"{node.target} is given how many rows a mask chooses")
         before = node.meta["val"]
         node.args, node.kwargs = args, kwargs
-        if not given:
-            self._become(node, self._value(node), self._made_alike(before))
+        if not given or node.target in _NEW:
+            self._become(node, self._value(node), self._made_alike(before) if sized else None)
             return
         call = self._call(node)
         if node.target in _LABELS and call.arg("reduction", MEAN) != NONE and self._leaves_out(node, call):
@@ -225,6 +229,8 @@ class _Keeper:
             self._apart(node, call)
         elif node.target in _COUNTING:
             self._reduce(node, call)
+        elif node.target in _WRITES and self._written(node, call):
+            pass
         else:
             node.args, node.kwargs = (map_nodes(each, self._taken) for each in (node.args, node.kwargs))
             self._become(node, self._value(node), self._by_rule(node))
@@ -333,6 +339,28 @@ class _Keeper:
             total = self._mean(total, found, rows.meta["val"].numel() // found.count)
         node.replace_all_uses_with(total)
         self.graph.erase_node(node)
+
+    def _written(self, node: Any, call: OpCall) -> bool:
+        """Rows of one mask, which are written where their indices say: those that are not chosen into a row more, which
+        goes again.
+        """
+        x, dim, index, source, *others = node.args
+        rows, places = self._one(source), self._one(index)
+        along = dim % max(1, x.meta["val"].dim())
+        if x in self.rows or rows is None or places is None or rows.said != places.said:
+            return False
+        same = 0 if node.target is _aten.index_add.default else along
+        if (rows.dim, places.dim) != (along, same) or {rows.each, places.each} != {1}:
+            return False
+        like = x.meta["val"]
+        length, shape = like.shape[along], [*like.shape]
+        shape[along] = 1
+        longer = self.build(_aten.cat.default, [x, self.build(_aten.new_zeros.default, x, shape)], along)
+        behind = self._with(index, places, length)
+        made = self.build(node.target, longer, dim, behind, self._taken(source), *others, **node.kwargs)
+        node.replace_all_uses_with(self.build(_aten.slice.Tensor, made, along, 0, length))
+        self.graph.erase_node(node)
+        return True
 
     def _mean(self, total: fx.Node, rows: _Rows, each: int) -> fx.Node:
         number = self._number(rows)

@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.coverage import cells, discovery, sources, table
+from benchmarks.coverage import cells, discovery, eager, sources, table
 from benchmarks.coverage.cells import COLUMNS, Row, run
 from benchmarks.coverage.discovery import Pair
 from benchmarks.coverage.kept import KEPT, load, save
@@ -99,7 +100,7 @@ def main() -> int:
             continue
         began = time.monotonic()
         # What another run wrote meanwhile stays.
-        row = run(pair, todo, row, options.cpu)
+        row = run(partial(eager.subject, pair), todo, row, options.cpu)
         row.asked = time.strftime("%Y-%m-%d")
         rows = load(options.json) | {pair.key: row}
         save(rows, options.json)

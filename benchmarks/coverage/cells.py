@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +27,10 @@ from autopar.api.proof import NotEager
 from autopar.base.errors import AutoparError
 from autopar.planner.microbatches import UNDIVIDED
 from benchmarks.coverage import eager
-from benchmarks.coverage.discovery import Pair
 
-COLUMNS: Mapping[str, tuple[str, Any]] = {
+Columns = Mapping[str, tuple[str, Any]]
+"""Mesh and strategy of each, in the order in which they are asked."""
+COLUMNS: Columns = {
     "ddp": ("dp=2,tp=2", "ddp"),
     "auto": ("dp=2,tp=2", "auto"),
     "zero3": ("dp=2,tp=2", "zero3"),
@@ -37,7 +38,6 @@ COLUMNS: Mapping[str, tuple[str, Any]] = {
     "pipeline": ("pp=2,dp=2", {"pp": "pipeline(1f1b)", "dp": "ddp"}),
     "ring": ("dp=2,cp=2", "ring"),
 }
-"""Mesh and strategy of each, in the order in which they are asked."""
 STATES = ("ok", "refused", "wrong", "crash", "timeout")
 CPU_S, WALL_S = 120.0, 600.0
 """Of one cell, with the processes that it starts."""
@@ -46,7 +46,7 @@ MEMORY_BYTES = 6 << 30
 
 @dataclass
 class Row:
-    """What is known of a pair.
+    """What is known of a model.
 
     eager: how it ran ("ok", or what stood in the way); the rest as in `eager.Subject`. cells: column -> state, seconds
     of CPU, and what was said. asked: the day on which a cell was asked last; "" before days were kept.
@@ -66,12 +66,22 @@ class Row:
         return (column != "pipeline" or self.blocks) and (column != "ring" or self.sequence)
 
 
-def run(pair: Pair, columns: Sequence[str], row: Row, limit_s: float = CPU_S) -> Row:
-    """Fill in the cells of `columns`, in as many processes as it takes."""
+def run(
+    made: Callable[[], eager.Subject],
+    columns: Sequence[str],
+    row: Row,
+    limit_s: float = CPU_S,
+    known: Columns = COLUMNS,
+) -> Row:
+    """Fill in the cells of `columns`, in as many processes as it takes.
+
+    made: the model and its batch, which have run eagerly; what it raises is what is said of the row then. known: what
+    the columns are.
+    """
     waiting = list(columns)
     while waiting or not row.eager:
         before = len(waiting)
-        for event in _forked(pair, waiting, row, limit_s):
+        for event in _forked(made, waiting, row, limit_s, known):
             if "eager" in event:
                 for name, value in event.items():
                     setattr(row, name, value)
@@ -87,13 +97,15 @@ def run(pair: Pair, columns: Sequence[str], row: Row, limit_s: float = CPU_S) ->
     return row
 
 
-def _forked(pair: Pair, columns: Sequence[str], row: Row, limit_s: float) -> list[dict[str, Any]]:
+def _forked(
+    made: Callable[[], eager.Subject], columns: Sequence[str], row: Row, limit_s: float, known: Columns
+) -> list[dict[str, Any]]:
     """What a process says until it ends, or is ended."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
-        _in_child(pair, columns, row, writing)
+        _in_child(made, columns, known, writing)
     os.close(writing)
     events: list[dict[str, Any]] = []
     began, cpu, spent = time.monotonic(), 0.0, 0.0
@@ -118,10 +130,10 @@ def _forked(pair: Pair, columns: Sequence[str], row: Row, limit_s: float) -> lis
     os.close(reading)
     _, code = os.waitpid(child, 0)
     if why or code:
-        known = any("eager" in event for event in events) or bool(row.eager)
+        ran = any("eager" in event for event in events) or bool(row.eager)
         done = {event.get("column") for event in events}
         said = why or f"the process ended by signal {os.WTERMSIG(code)}" * os.WIFSIGNALED(code) or f"exit {code}"
-        if not known:
+        if not ran:
             events.append({"eager": said})
         else:
             state = "timeout" if why else "crash"
@@ -160,7 +172,7 @@ def _cpu_s(child: int) -> float:
 # ------------------------------------------------------------------------------------------------------- in the child
 
 
-def _in_child(pair: Pair, columns: Sequence[str], row: Row, pipe: int) -> None:
+def _in_child(made: Callable[[], eager.Subject], columns: Sequence[str], known: Columns, pipe: int) -> None:
     """Never returns."""
     os.setsid()
     with open(os.devnull, "r+") as nothing:
@@ -171,7 +183,7 @@ def _in_child(pair: Pair, columns: Sequence[str], row: Row, pipe: int) -> None:
     code = 1
     try:
         with os.fdopen(pipe, "w", buffering=1) as out:
-            for event in _events(pair, columns, row):
+            for event in _events(made, columns, known):
                 out.write(json.dumps(event) + "\n")
                 out.flush()
         code = 0
@@ -179,9 +191,9 @@ def _in_child(pair: Pair, columns: Sequence[str], row: Row, pipe: int) -> None:
         os._exit(code)
 
 
-def _events(pair: Pair, columns: Sequence[str], row: Row) -> Any:
+def _events(made: Callable[[], eager.Subject], columns: Sequence[str], asked: Columns) -> Any:
     try:
-        subject = eager.subject(pair)
+        subject = made()
     except Exception as error:
         said = str(error) if isinstance(error, eager.NotEager) else _said(error)
         yield {"eager": said or type(error).__name__}
@@ -190,12 +202,12 @@ def _events(pair: Pair, columns: Sequence[str], row: Row) -> Any:
     yield {name: value for name, value in vars(known).items() if name not in ("cells", "asked")}
     for column in columns:
         if known.admits(column):
-            yield {"column": column, "cell": proven(subject, column)}
+            yield {"column": column, "cell": proven(subject, column, asked)}
 
 
-def proven(subject: eager.Subject, column: str) -> list[Any]:
+def proven(subject: eager.Subject, column: str, known: Columns = COLUMNS) -> list[Any]:
     """A cell: state, seconds of CPU, what was said."""
-    mesh, strategy = COLUMNS[column]
+    mesh, strategy = known[column]
     began = _own_cpu_s()
     state, said = "ok", ""
     try:

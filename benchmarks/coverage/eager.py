@@ -30,7 +30,7 @@ class Subject:
     """
 
     model: nn.Module
-    batch: Mapping[str, Any]
+    batch: Any
     parameters: int
     loss: bool
     blocks: bool
@@ -83,7 +83,18 @@ def run(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
     Raises ValueError where nothing that depends on a parameter comes out, or a number is none.
     """
-    output = model(**batch)
+    return _differentiated(model, model(**batch))
+
+
+def run_any(model: nn.Module, batch: Any) -> bool:
+    """`run` with a batch of any form: by keyword, in order, or one tensor."""
+    if isinstance(batch, Mapping):
+        return run(copy.deepcopy(model), batch)
+    model = copy.deepcopy(model)
+    return _differentiated(model, model(*batch) if isinstance(batch, tuple) else model(batch))
+
+
+def _differentiated(model: nn.Module, output: Any) -> bool:
     values = [v for v in tracing.tree_flatten(output)[0] if isinstance(v, Tensor) and v.is_floating_point()]
     own = output.get("loss") if hasattr(output, "get") else None
     loss = own if isinstance(own, Tensor) else None

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from benchmarks.coverage.cells import COLUMNS, STATES, Row
+from benchmarks.coverage.cells import COLUMNS, STATES, Columns, Row
 from benchmarks.pages import table
 
 SLOWEST = 10
@@ -36,19 +36,19 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
             "The last column: when a cell of the row was asked last; an empty one: before days were kept,",
             "on 2026-11-25 at the latest.",
             "",
-            _counts(eager.values()),
+            counts(eager.values(), COLUMNS),
             "",
             "## What is refused, and what fails",
             "",
-            _reasons(eager),
+            reasons(eager),
             "",
             "## The slowest",
             "",
-            _slowest(eager),
+            slowest(eager),
             "",
             "## All",
             "",
-            _all(eager),
+            every(eager, COLUMNS, ("task", "class")),
             "",
             "## Not eager",
             "",
@@ -63,10 +63,11 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
     )
 
 
-def _counts(rows: Collection[Row]) -> str:
+def counts(rows: Collection[Row], columns: Columns) -> str:
+    """How many cells of each column are in which state."""
     found = Counter((column, cell[0]) for row in rows for column, cell in row.cells.items())
     lines = []
-    for column, (mesh, strategy) in COLUMNS.items():
+    for column, (mesh, strategy) in columns.items():
         counts = [found[column, state] for state in STATES]
         alone = sum(1 for row in rows if row.cells.get(column, [""])[0] == "ok" and row.cells[column][2])
         told = strategy if isinstance(strategy, str) else ", ".join(f"{a}: {s}" for a, s in strategy.items())
@@ -92,7 +93,8 @@ def _numbered(rows: Mapping[str, Row]) -> dict[tuple[str, str], int]:
     return {key: number for number, (key, _) in enumerate(found.most_common(), 1)}
 
 
-def _reasons(rows: Mapping[str, Row]) -> str:
+def reasons(rows: Mapping[str, Row]) -> str:
+    """What is said of cells that are not ok, each reason once, numbered."""
     numbers = _numbered(rows)
     lines = []
     for (state, text), number in numbers.items():
@@ -109,7 +111,8 @@ def _reasons(rows: Mapping[str, Row]) -> str:
     return table(["", "", "pairs", "cells", "what is said to the first", "which is"], lines)
 
 
-def _slowest(rows: Mapping[str, Row]) -> str:
+def slowest(rows: Mapping[str, Row]) -> str:
+    """The cells that took the most CPU."""
     cells = [(cell[1], key, column, cell[0]) for key, row in rows.items() for column, cell in row.cells.items()]
     cells = sorted(cells, reverse=True)[:SLOWEST]
     return table(
@@ -117,14 +120,15 @@ def _slowest(rows: Mapping[str, Row]) -> str:
     )
 
 
-def _all(rows: Mapping[str, Row]) -> str:
+def every(rows: Mapping[str, Row], columns: Columns, heads: tuple[str, str]) -> str:
+    """A row a model. heads: of what keys begin and end with."""
     numbers = _numbered(rows)
     lines = []
     for key, row in sorted(rows.items()):
         task, _, name = key.split(" | ")
-        cells = [_shown(row.cells.get(column), numbers) for column in COLUMNS]
+        cells = [_shown(row.cells.get(column), numbers) for column in columns]
         lines.append((task, name + ", dropout" * row.dropout, f"{row.parameters / 1e3:.0f}", *cells, row.asked))
-    return table(["task", "class", "thousand parameters", *COLUMNS, "asked"], lines)
+    return table([*heads, "thousand parameters", *columns, "asked"], lines)
 
 
 def _shown(cell: list[object] | None, numbers: Mapping[tuple[str, str], int]) -> str:

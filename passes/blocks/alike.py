@@ -25,14 +25,16 @@ OWN = frozenset(vars(nn.Module())) - {"training"}
 """What `nn.Module` keeps for itself: parameters, buffers, modules and hooks are compared apart."""
 
 
-def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The module lists of more than one element that lie in no other one, with their paths."""
+def outermost_lists(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    """The elements, by path, of each module list of more than one that lies in no other one. Where a model has put
+    None, there is none.
+    """
 
-    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    def walk(module: nn.Module, path: str) -> Iterator[dict[str, nn.Module]]:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
             if isinstance(child, nn.ModuleList) and len(child) > 1:
-                yield below, child
+                yield {f"{below}.{i}": each for i, each in enumerate(child) if isinstance(each, nn.Module)}
             else:
                 yield from walk(child, below)
 

@@ -48,8 +48,8 @@ class Blocks:
         self._running = Running()
         tied = alike.tied_tensors(model)
         hopeless = alike.shares_modules(model) or any(map(_counts, model.modules()))
-        for name, module in () if hopeless else alike.outermost_lists(model):
-            blocks = {f"{name}.{i}": block for i, block in enumerate(module) if self._may_repeat(block, tied)}
+        for elements in () if hopeless else alike.outermost_lists(model):
+            blocks = {path: block for path, block in elements.items() if self._may_repeat(block, tied)}
             self._structures.update((path, alike.structure_of(block)) for path, block in blocks.items())
             self.paths.update(blocks)
             first: dict[object, str] = {}

@@ -63,10 +63,10 @@ def noted(model: nn.Module) -> Iterator[None]:
     those whose forward has been replaced.
     """
     with ExitStack() as stack:
-        for name, blocks in alike.outermost_lists(model):
-            for number, block in enumerate(blocks):
+        for blocks in alike.outermost_lists(model):
+            for path, block in blocks.items():
                 if "forward" not in vars(block):
-                    stack.callback(_mark_calls(block, f"{name}.{number}").remove)
+                    stack.callback(_mark_calls(block, path).remove)
         yield
 
 

@@ -84,6 +84,20 @@ def _drop_nothing(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     return F.dropout(model.hidden(rows), 0.0, True).square().mean()
 
 
+def _with_others(model: Words, x: Tensor, labels: Tensor) -> Tensor:
+    """Edges of a graph of classes and one more to each class, as layers of graphs add up, weigh and norm them."""
+    mask, flat = labels.view(-1) >= 0, x.flatten(0, 1)
+    rows = torch.cat([flat[mask], model.table.weight])
+    places = torch.cat([torch.stack([labels.view(-1)] * 2)[:, mask], torch.arange(CLASSES).repeat(2, 1)], 1)
+    counts = rows.new_zeros(CLASSES).scatter_add_(0, places[0], rows.new_ones(places.shape[1]))
+    wide = places[0].view(-1, 1).expand_as(rows)
+    most = rows.new_zeros(2 * CLASSES, WIDTH).scatter_reduce_(0, wide, rows.detach(), "amax", include_self=False)
+    shares = (rows - most[places[1]]).exp()
+    sums = rows.new_zeros(CLASSES, WIDTH).index_add_(0, places[1], shares) + 1e-9
+    messages = shares / sums[places[0]] / counts[places[1]].unsqueeze(-1) * model.hidden(rows)
+    return (rows.new_zeros(CLASSES, WIDTH).scatter_add(0, wide, messages) * (1 + most[CLASSES:])).square().mean()
+
+
 def _known(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     places = torch.arange(TOKENS)
     odd = x[:, places % 2 == 1]
@@ -94,6 +108,7 @@ HOW: Mapping[str, Callable[[Words, Tensor, Tensor], Tensor]] = {
     "head": _head_of_the_chosen, "likelihoods": _likelihoods, "mean": _their_mean, "numbers": _numbers,
     "two kinds": _two_kinds, "places": _places, "distances": _distances,
     "two masks": _two_masks, "known": _known, "drop nothing": _drop_nothing,
+    "with others": _with_others,
 }  # fmt: skip
 
 
