@@ -79,7 +79,7 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
         [
             "# Models of other libraries",
             "",
-            f"{len(ran)} models of {len(libraries)} libraries and of scripts, as their constructors make them, small and",
+            f"{len(ran)} models of {len(libraries)} libraries and of scripts, as their constructors make them, small,",
             "with random weights. Every cell is `autopar.plan` and `Plan.verify`: loss or outputs, every gradient and",
             "changed buffer of all ranks in one process beside eager, in float64.",
             versions,

@@ -41,8 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
     "UNet1DModel": (
         "UNet1DModel",
-        {"block_out_channels": (8, 16, 16), "sample_size": 64, "in_channels": 4, "out_channels": 4,
-         "time_embedding_type": "fourier", "use_timestep_embedding": False, "extra_in_channels": 16,
+        {"block_out_channels": (32, 32, 64), "sample_size": 64, "in_channels": 4, "out_channels": 4,
+         "time_embedding_type": "fourier", "use_timestep_embedding": False, "extra_in_channels": 64,
          "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D", "AttnDownBlock1D"),
          "up_block_types": ("AttnUpBlock1D", "UpBlock1D", "UpBlock1DNoSkip")},
         {"sample": _noise(4, 64), "timestep": STEPS},
@@ -74,7 +74,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
     "AutoencoderDC": (
         "AutoencoderDC",
-        {"in_channels": 3, "latent_channels": 4, "attention_head_dim": 2, "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
+        {"in_channels": 3, "latent_channels": 4, "attention_head_dim": 2, "encoder_block_types": ("ResBlock",
+            "EfficientViTBlock"),
          "decoder_block_types": ("ResBlock", "EfficientViTBlock"), "encoder_block_out_channels": (8, 8),
          "decoder_block_out_channels": (8, 8), "encoder_qkv_multiscales": ((), (5,)),
          "decoder_qkv_multiscales": ((), (5,)), "encoder_layers_per_block": (1, 1), "decoder_layers_per_block": [1, 1],
@@ -96,7 +97,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
     "PixArtTransformer2DModel": (
         "PixArtTransformer2DModel",
-        {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "cross_attention_dim": 16,
+        {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8,
+            "cross_attention_dim": 16,
          "caption_channels": 12, "use_additional_conditions": False, "norm_num_groups": 4},
         {"hidden_states": images(8, 4), "timestep": STEPS, "encoder_hidden_states": _noise(6, 12),
          "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
@@ -104,7 +106,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "SD3Transformer2DModel": (
         "SD3Transformer2DModel",
         {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8,
-         "num_attention_heads": 2, "joint_attention_dim": 16, "caption_projection_dim": 16, "pooled_projection_dim": 16,
+         "num_attention_heads": 2, "joint_attention_dim": 16, "caption_projection_dim": 16,
+             "pooled_projection_dim": 16,
          "out_channels": 4, "pos_embed_max_size": 8},
         {"hidden_states": images(8, 4), "encoder_hidden_states": _noise(6, 16), "pooled_projections": _noise(16),
          "timestep": STEPS},
@@ -112,7 +115,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "FluxTransformer2DModel": (
         "FluxTransformer2DModel",
         {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16,
-         "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 4, 8)},
+         "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 4,
+             8)},
         {"hidden_states": _noise(16, 4), "encoder_hidden_states": _noise(6, 16), "pooled_projections": _noise(16),
          "timestep": STEPS / 1000, "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3)},
     ),
@@ -136,16 +140,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
          "num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 8,
          "cross_attention_dim": 16, "caption_channels": 16, "sample_size": 8},
         {"hidden_states": images(8, 4), "encoder_hidden_states": _noise(6, 16), "timestep": STEPS},
-    ),
-    "HunyuanDiT2DModel": (
-        "HunyuanDiT2DModel",
-        {"sample_size": 16, "num_layers": 2, "patch_size": 2, "attention_head_dim": 8, "num_attention_heads": 2,
-         "in_channels": 4, "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 4,
-         "hidden_size": 16, "text_len": 6, "text_len_t5": 6, "activation_fn": "gelu-approximate"},
-        {"hidden_states": images(16, 4), "timestep": STEPS, "encoder_hidden_states": _noise(6, 16),
-         "text_embedding_mask": torch.ones(ROWS, 6), "encoder_hidden_states_t5": _noise(6, 16),
-         "text_embedding_mask_t5": torch.ones(ROWS, 6), "image_meta_size": torch.ones(ROWS, 6),
-         "style": torch.zeros(ROWS, dtype=torch.long), "image_rotary_emb": (torch.ones(64, 8), torch.zeros(64, 8))},
     ),
     "PriorTransformer": (
         "PriorTransformer",

@@ -73,8 +73,10 @@ def _pooled() -> Made:
 
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "GCNConv": {}, "GATConv": {"heads": 2, "concat": False}, "GATv2Conv": {"heads": 2, "concat": False}, "SAGEConv": {},
-    "GraphConv": {}, "TransformerConv": {"heads": 2, "concat": False}, "ChebConv": {"K": 2}, "SGConv": {}, "TAGConv": {},
+    "GCNConv": {}, "GATConv": {"heads": 2, "concat": False}, "GATv2Conv": {"heads": 2, "concat": False},
+        "SAGEConv": {},
+    "GraphConv": {}, "TransformerConv": {"heads": 2, "concat": False}, "ChebConv": {"K": 2}, "SGConv": {},
+        "TAGConv": {},
     "ARMAConv": {}, "LEConv": {},
 }  # fmt: skip
 
@@ -82,5 +84,5 @@ LAYERS: dict[str, dict[str, Any]] = {
 def entries() -> list[Entry]:
     """All of them."""
     layers = {name: partial(_layer, name, kwargs) for name, kwargs in LAYERS.items()}
-    models = {name: partial(_model, name, {}) for name in ("GCN", "GraphSAGE", "GAT", "PNA") if name != "PNA"}
+    models = {name: partial(_model, name, {}) for name in ("GCN", "GraphSAGE", "GAT")}
     return numbered("torch_geometric", "graphs", layers | models | {"GINConv": _gin, "mean pool": _pooled})

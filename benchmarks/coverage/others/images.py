@@ -21,7 +21,8 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "deit3_small_patch16_224": (32, {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}),
     "samvit_base_patch16": (
-        64, {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2, "window_size": 2, "global_attn_indexes": (1,),
+        64, {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2, "window_size": 2,
+            "global_attn_indexes": (1,),
              "neck_chans": 16},
     ),
     "vit_small_r26_s32_224": (64, {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2}),
@@ -69,7 +70,7 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "edgenext_xx_small": (64, {"dims": (16, 16, 32, 32), "depths": (1, 1, 2, 1), "heads": (2, 2, 2, 2)}),
     "ghostnet_050": (32, {}),
-    "ghostnetv2_100": (32, {}),
+    "ghostnetv2_100": (64, {}),
     "hrnet_w18_small": (64, {}),
     "inception_v3": (96, {}),
     "inception_next_atto": (32, {"depths": (1, 1, 1, 1), "dims": (16, 16, 32, 32)}),
@@ -92,7 +93,8 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
         64, {"img_size": 64, "embed_dims": (16, 32, 32, 64), "num_heads": (1, 2, 2, 4), "depths": (2, 2, 2, 2),
              "wss": (4, 4, 4, 2)},
     ),
-    "twins_pcpvt_small": (64, {"img_size": 64, "embed_dims": (16, 32, 32, 64), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4)}),
+    "twins_pcpvt_small": (64, {"img_size": 64, "embed_dims": (16, 32, 32, 64), "depths": (1, 1, 1, 1),
+        "num_heads": (1, 2, 2, 4)}),
     "visformer_tiny": (64, {"img_size": 64, "embed_dim": 48, "depth": (1, 1, 1), "num_heads": 2}),
     "xception41": (64, {}),
     "eva02_tiny_patch14_224": (28, {"img_size": 28, "embed_dim": 32, "depth": 2, "num_heads": 2}),
@@ -103,9 +105,7 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
                              "window_sizes": (4, 4, 4, 2)}),
     "convit_tiny": (32, {"img_size": 32, "patch_size": 8, "embed_dim": 8, "depth": 3, "num_heads": 2,
                          "local_up_to_layer": 2}),
-    "crossvit_9_240": (
-        48, {"img_size": 48, "img_scale": (1.0, 0.9334), "embed_dim": (16, 32), "depth": ((1, 1, 0),), "num_heads": (2, 2)},
-    ),
+    "crossvit_9_240": (240, {"embed_dim": (16, 32), "depth": ((1, 1, 0),), "num_heads": (2, 2)}),
     "densenet121": (32, {"block_config": (2, 2), "growth_rate": 8}),
     "dla34": (32, {"levels": (1, 1, 1, 1, 1, 1), "channels": (8, 8, 8, 16, 16, 32)}),
     "dpn48b": (32, {"k_sec": (1, 1, 1, 1), "inc_sec": (4, 4, 4, 4), "k_r": 32, "groups": 4, "num_init_features": 8}),
@@ -118,7 +118,8 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "mobilevit_xxs": (64, {}),
     "mobilevitv2_050": (64, {}),
     "naflexvit_base_patch16_gap": (32, {"embed_dim": 32, "depth": 2, "num_heads": 2}),
-    "rdnet_tiny": (32, {"num_init_features": 16, "growth_rates": (8, 8), "num_blocks_list": (1, 1), "block_type": ("Block", "Block"), "is_downsample_block": (None, True), "transition_compression_ratio": 0.5}),
+    "rdnet_tiny": (32, {"num_init_features": 16, "growth_rates": (8, 8), "num_blocks_list": (1, 1),
+        "block_type": ("Block", "Block"), "is_downsample_block": (None, True), "transition_compression_ratio": 0.5}),
     "repvit_m0_9": (64, {"embed_dim": (8, 16, 16, 32), "depth": (1, 1, 1, 1)}),
     "repghostnet_050": (32, {}),
     "selecsls42": (64, {}),
@@ -144,7 +145,8 @@ TIMM_CLASSES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2, "mlp_ratio": 4,
          "block_layer": "SpatialGatingBlock", "mlp_layer": "GatedMlp"},
     ),
-    "PoolFormer": ("metaformer", "MetaFormer", 32, {"depths": (1, 1, 2, 1), "dims": (8, 16, 24, 32), "mlp_bias": True}),
+    "PoolFormer": ("metaformer", "MetaFormer", 32, {"depths": (1, 1, 2, 1), "dims": (8, 16, 24, 32),
+        "mlp_bias": True}),
     "ConvFormer": (
         "metaformer", "MetaFormer", 32, {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "token_mixers": "SepConv"},
     ),
@@ -154,21 +156,20 @@ TIMM_CLASSES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     ),
     "GlobalContextVit": (
         "gcvit", "GlobalContextVit", 64,
-        {"img_size": 64, "embed_dim": 16, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 4), "window_size": (4, 4, 4, 2)},
+        {"img_size": 64, "embed_dim": 16, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 4), "window_size": (4, 4, 4,
+            2)},
     ),
     "FocalNet": (
-        "focalnet", "FocalNet", 32, {"depths": (1, 1), "embed_dim": 16, "focal_levels": (2, 2), "focal_windows": (3, 3)},
+        "focalnet", "FocalNet", 32, {"depths": (1, 1), "embed_dim": 16, "focal_levels": (2, 2), "focal_windows": (3,
+            3)},
     ),
     "Nest": (
         "nest", "Nest", 64,
-        {"img_size": 64, "embed_dims": (16, 16, 32), "num_heads": (2, 2, 2), "depths": (1, 1, 1), "drop_path_rate": 0.0},
+        {"img_size": 64, "embed_dims": (16, 16, 32), "num_heads": (2, 2, 2), "depths": (1, 1, 1),
+            "drop_path_rate": 0.0},
     ),
     "ConvMixer": ("convmixer", "ConvMixer", 32, {"dim": 16, "depth": 2, "patch_size": 4}),
-    "VGG": ("vgg", "VGG", 32, {"cfg": (8, "M", 16, "M", 32, "M"), "num_features": 32}),
-    "NextViT": (
-        "nextvit", "NextViT", 64,
-        {"in_chans": 3, "stem_chs": (16, 16, 16), "depths": (1, 1, 2, 1), "head_dim": 8, "drop_path_rate": 0.0},
-    ),
+    "VGG": ("vgg", "VGG", 32, {"cfg": (8, "M", 16, "M", 32, "M")}),
 }  # fmt: skip
 """Classes of timm whose registered constructors do not let themselves be made small."""
 
@@ -214,9 +215,12 @@ VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         {"num_classes": 10, "s1_emb_dim": 16, "s2_emb_dim": 16, "s2_heads": 1, "s2_depth": 1, "s3_emb_dim": 32,
          "s3_heads": 2, "s3_depth": 1},
     ),
-    "T2TViT": ("t2t", "T2TViT", 32, {"image_size": 32, "num_classes": 10, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 64,
+    "T2TViT": ("t2t", "T2TViT", 32, {"image_size": 32, "num_classes": 10, "dim": 32, "depth": 2, "heads": 2,
+        "mlp_dim": 64,
                                     "dim_head": 16, "t2t_layers": ((7, 4), (3, 2))}),
-    "CCT": ("cct", "CCT", 32, {"img_size": 32, "embedding_dim": 32, "n_conv_layers": 1, "kernel_size": 7, "stride": 2, "padding": 3, "pooling_kernel_size": 3, "pooling_stride": 2, "pooling_padding": 1, "num_layers": 2, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10, "positional_embedding": "learnable"}),
+    "CCT": ("cct", "CCT", 32, {"img_size": 32, "embedding_dim": 32, "n_conv_layers": 1, "kernel_size": 7,
+        "stride": 2, "padding": 3, "pooling_kernel_size": 3, "pooling_stride": 2, "pooling_padding": 1,
+        "num_layers": 2, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 10, "positional_embedding": "learnable"}),
     "CrossViT": (
         "cross_vit", "CrossViT", 32,
         {"image_size": 32, "num_classes": 10, "sm_dim": 16, "lg_dim": 32, "sm_patch_size": 8, "sm_enc_heads": 2,
@@ -227,7 +231,8 @@ VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "PiT": ("pit", "PiT", 32, PLAIN | {"depth": (1, 1)}),
     "LeViT": ("levit", "LeViT", 64, {"image_size": 64, "num_classes": 10, "stages": 2, "dim": (16, 32), "depth": 1,
                                     "heads": (2, 2), "mlp_mult": 2, "dim_key": 8, "dim_value": 8}),
-    "MaxViT": ("max_vit", "MaxViT", 64, {"num_classes": 10, "dim": 16, "dim_conv_stem": 8, "dim_head": 8, "depth": (1, 1),
+    "MaxViT": ("max_vit", "MaxViT", 64, {"num_classes": 10, "dim": 16, "dim_conv_stem": 8, "dim_head": 8,
+        "depth": (1, 1),
                                         "window_size": 4, "dropout": 0.0}),
     "NesT": ("nest", "NesT", 32, {"image_size": 32, "patch_size": 4, "dim": 16, "heads": 2, "num_hierarchies": 2,
                                  "block_repeats": (1, 1), "num_classes": 10, "dim_head": 8}),
@@ -237,19 +242,17 @@ VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {
                  "s4_emb_dim": 32, "s1_local_patch_size": 4, "s2_local_patch_size": 4, "s3_local_patch_size": 2,
                  "s4_local_patch_size": 2, "s1_global_k": 4, "s2_global_k": 4, "s3_global_k": 2, "s4_global_k": 2,
                  "s3_depth": 1, "s4_depth": 1}),
-    "CrossFormer": ("crossformer", "CrossFormer", 64, {"num_classes": 10, "dim": (16, 16, 32, 32), "depth": (1, 1, 1, 1),
-                    "global_window_size": (4, 2, 2, 1), "local_window_size": (4, 2, 2, 2)}),
     "RegionViT": ("regionvit", "RegionViT", 64, {"dim": (16, 16, 32, 32), "depth": (1, 1, 1, 1), "window_size": 2,
                   "num_classes": 10}),
     "ScalableViT": ("scalable_vit", "ScalableViT", 64, {"num_classes": 10, "dim": 16, "heads": (2, 2), "depth": (1, 1),
                     "ssa_dim_key": (8, 8), "reduction_factor": (4, 2), "window_size": (8, None), "dropout": 0.0}),
-    "SepViT": ("sep_vit", "SepViT", 64, {"num_classes": 10, "dim": 16, "dim_head": 8, "heads": (1, 2), "depth": (1, 1),
-               "window_size": 4}),
+    "SepViT": ("sep_vit", "SepViT", 56, {"num_classes": 10, "dim": 16, "dim_head": 8, "heads": (1, 2), "depth": (1,
+        1)}),
     "RvT": ("rvt", "RvT", 32, PLAIN),
     "XCiT": ("xcit", "XCiT", 32, PLAIN | {"cls_depth": 1}),
-    "LocalViT": ("local_vit", "LocalViT", 32, PLAIN),
     "small dataset": ("vit_for_small_dataset", "ViT", 32, PLAIN),
-    "patch merger": ("vit_with_patch_merger", "ViT", 32, PLAIN | {"patch_merge_layer": 1, "patch_merge_num_tokens": 4}),
+    "patch merger": ("vit_with_patch_merger", "ViT", 32, PLAIN | {"patch_merge_layer": 1,
+        "patch_merge_num_tokens": 4}),
     "patch dropout": ("vit_with_patch_dropout", "ViT", 32, PLAIN | {"patch_dropout": 0.25}),
     "adaptive token sampling": ("ats_vit", "ViT", 32, PLAIN | {"max_tokens_per_depth": (12, 8)}),
     "fft": ("simple_vit_with_fft", "SimpleViT", 32, PLAIN | {"freq_patch_size": 8}),
@@ -259,22 +262,8 @@ VIT_PYTORCH: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "hyper-connections": ("simple_vit_with_hyper_connections", "SimpleViT", 32, PLAIN | {"num_residual_streams": 2}),
     "normalized": ("normalized_vit", "nViT", 32, PLAIN),
     "jumbo": ("jumbo_vit", "JumboViT", 32, PLAIN | {"num_jumbo_cls": 1, "jumbo_cls_k": 2, "jumbo_ff_mult": 1}),
-    "look": ("look_vit", "LookViT", 32, {"dim": 32, "image_size": 32, "num_classes": 10, "depth": 2, "patch_size": 8, "heads": 2, "dim_head": 16, "highres_patch_size": 4, "highres_heads": 2, "highres_dim_head": 8}),
     "decorrelation": ("vit_with_decorr", "ViT", 32, PLAIN),
 }  # fmt: skip
-
-
-def _masked_autoencoder() -> Made:
-    from vit_pytorch import MAE, ViT
-
-    return MAE(encoder=ViT(**PLAIN), masking_ratio=0.75, decoder_dim=16, decoder_heads=2, decoder_dim_head=8), images(32)
-
-
-def _masked_images() -> Made:
-    from vit_pytorch import ViT
-    from vit_pytorch.simmim import SimMIM
-
-    return SimMIM(encoder=ViT(**PLAIN), masking_ratio=0.5), images(32)
 
 
 def _distilled() -> Made:
@@ -302,11 +291,13 @@ def _segmentation(name: str, encoder: str, size: int, kwargs: dict[str, Any]) ->
 SEGMENTATION: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Unet": ("timm-mobilenetv3_small_minimal_100", 32, {"encoder_depth": 3, "decoder_channels": (16, 8, 8)}),
     "UnetPlusPlus": ("timm-mobilenetv3_small_minimal_100", 32, {"encoder_depth": 3, "decoder_channels": (16, 8, 8)}),
-    "FPN": ("timm-mobilenetv3_small_minimal_100", 64, {"decoder_pyramid_channels": 16, "decoder_segmentation_channels": 8}),
+    "FPN": ("timm-mobilenetv3_small_minimal_100", 64, {"decoder_pyramid_channels": 32,
+        "decoder_segmentation_channels": 32}),
     "Linknet": ("timm-mobilenetv3_small_minimal_100", 32, {"encoder_depth": 3}),
     "PSPNet": ("timm-mobilenetv3_small_minimal_100", 64, {"psp_out_channels": 16}),
     "DeepLabV3Plus": ("timm-mobilenetv3_small_minimal_100", 64, {"decoder_channels": 16}),
-    "MAnet": ("timm-mobilenetv3_small_minimal_100", 32, {"encoder_depth": 3, "decoder_channels": (16, 8, 8), "decoder_pab_channels": 8}),
+    "MAnet": ("timm-mobilenetv3_small_minimal_100", 32, {"encoder_depth": 3, "decoder_channels": (16, 8, 8),
+        "decoder_pab_channels": 8}),
     "PAN": ("timm-mobilenetv3_small_minimal_100", 128, {"decoder_channels": 8}),
     "UPerNet": ("timm-mobilenetv3_small_minimal_100", 64, {"decoder_channels": 16}),
     "Segformer": ("mit_b0", 64, {"decoder_segmentation_channels": 16}),
@@ -332,7 +323,7 @@ TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
 def entries() -> list[Entry]:
     """All of them."""
     vit = {name: partial(_vit_pytorch, *values) for name, values in VIT_PYTORCH.items()}
-    vit |= {"MAE": _masked_autoencoder, "SimMIM": _masked_images, "distillation": _distilled, "memories": _adapter}
+    vit |= {"distillation": _distilled, "memories": _adapter}
     classes = {name: partial(_timm_class, *values) for name, values in TIMM_CLASSES.items()}
     return [
         *numbered("timm", "images", classes | {"MultiScaleVit": _timm_mvit}),

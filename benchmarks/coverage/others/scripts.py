@@ -141,7 +141,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Logits and loss."""
         device = idx.device
-        b, t = idx.size()
+        _b, t = idx.size()
         assert t <= self.config.block_size, f"Cannot forward sequence of length {t}"
         pos = torch.arange(0, t, dtype=torch.long, device=device)
         tok_emb = self.transformer.wte(idx)

@@ -139,7 +139,9 @@ def _clip(loss: str, coca: bool = False, vision: dict[str, Any] | None = None, *
 
         model = CoCa(
             32, MultimodalCfg(**reads, dim_head=16), CLIPTextCfg(**reads, embed_cls=True, output_tokens=True),
-            CLIPVisionCfg(**sees, attentional_pool=True, attn_pooler_heads=2, attn_pooler_queries=9, output_tokens=True),
+            CLIPVisionCfg(
+                **sees, attentional_pool=True, attn_pooler_heads=2, attn_pooler_queries=9, output_tokens=True,
+            ),
         )  # fmt: skip
         made = losses.CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0)
     else:
