@@ -144,7 +144,7 @@ def _with_repeated_blocks(
         try:
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
-            numbers, counted = Numbers(), CountedRows(chosen)
+            counted = CountedRows(chosen, numbers := Numbers())
             kept = Kept(clone)
             clone.forward = Ragged(numbers).within(kept.within(counted.within(clone.forward)))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
@@ -185,7 +185,7 @@ def _whole(
         mode, known = compat.fake_mode(), ByValue(values)
         usual = Usual(_measured(inputs), _marks(inputs), _held(model))
         clone = traced_copy(model, precision, mode)
-        numbers, counted, kept = Numbers(), CountedRows(chosen, usual), Kept(clone)
+        counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone)
         clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = _given(known, usual.guarding(clone))
         clone.forward = Ragged(numbers).within(clone.forward)

@@ -11,8 +11,9 @@
     if rows.shape[0] > capacity:                   what more is asked of a number: refused
         rows = rows[:capacity]
 
-Sizes that Python asks for are `Count`s (`row_counts.py`), so it is told what is done with them. `len()` and `int()`
-make plain numbers: what they are used for is read off the source, and refused where that does not say it. What comes of
+Sizes that Python asks for are `Count`s (`row_counts.py`), so it is told what is done with them: fractions of them are
+numbers that are read of the mask (`read_numbers.py`). `len()`, `int()` and `math.sqrt()` make plain numbers: what they
+are used for is read off the source, and refused where that does not say it. What comes of
 what is left out is read off the source and off the graph (`no_rows.py`). A round of a loop over what is marked
 (`chosen_loops.py`) always has rows.
 """
@@ -21,10 +22,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import logging
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -37,8 +41,21 @@ from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import LIBRARIES
 from autopar.passes.chosen import FIRST, Chosen
 from autopar.passes.no_rows import Region, left_out, nodes_left, sizes_behind
-from autopar.passes.row_counts import Count
-from autopar.passes.source import Source, Span, asked_at, call_asked, is_tensor, source_of, span
+from autopar.passes.read_numbers import Numbers
+from autopar.passes.row_counts import Count, has_counts, plain, without_counts
+from autopar.passes.source import (
+    WRITTEN_OUT,
+    Source,
+    Span,
+    asked_at,
+    call_asked,
+    expression_asked,
+    is_handed_out,
+    is_said,
+    is_tensor,
+    source_of,
+    span,
+)
 from autopar.passes.usual import Usual
 
 _COUNTING = {Tensor.numel, Tensor.nelement}
@@ -48,8 +65,19 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
 }  # fmt: skip
 _TURNED = {operator.lt: operator.gt, operator.gt: operator.lt, operator.le: operator.ge, operator.ge: operator.le}
-_WRITTEN_OUT = frozenset({"print", "str", "repr", "format", "debug", "info", "warning"})
-"""Functions and methods that only write a number down."""
+_PLAIN = frozenset({"len", "int", "float"})
+"""Functions that give the number itself."""
+_DIFFERING = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
+_WRITERS = tuple(str(Path(module.__file__ or "").parent) for module in (logging,)) + (warnings.__file__ or "",)
+"""What writes texts for whoever asks for them."""
+_EXTREMES = {torch.sym_max: "__sym_max__", torch.sym_min: "__sym_min__"}
+"""What `max` and `min` are while torch exports."""
+_COMPARING = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal"})
+_RECKONING = frozenset(
+    {"add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rdiv", "rtruediv"}
+    | {"rpow", "rfloordiv", "rmod", "true_divide", "divide", "multiply", "subtract", "remainder", "floor_divide"}
+)
+"""Functions of tensors that take a number as an operand."""
 _SIZING = frozenset(
     {"view", "reshape", "expand", "repeat", "unflatten", "new_zeros", "new_ones", "new_empty", "new_full"}
 )
@@ -67,14 +95,15 @@ class _Left:
 
 
 class CountedRows(TorchFunctionMode):
-    """While a model is traced in which masks choose rows. usual: takes for granted that there are some; without it,
-    what would be is refused.
+    """While a model is traced in which masks choose rows. numbers: that are read of tensors. usual: takes for granted
+    that there are some; without it, what would be is refused.
     """
 
-    def __init__(self, chosen: Chosen, usual: Usual | None = None) -> None:
+    def __init__(self, chosen: Chosen, numbers: Numbers, usual: Usual | None = None) -> None:
         super().__init__()
-        self.chosen, self.usual = chosen, usual
+        self.chosen, self.numbers, self.usual = chosen, numbers, usual
         self._left: list[_Left] = []
+        self._plain: dict[int, Count] = {}
         self._is_on = False
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,14 +121,36 @@ class CountedRows(TorchFunctionMode):
                 sizes = sizes_behind(own, {}, with_numbers=False)
                 if sizes is None or not sizes <= {left.rows}:
                     self._takes_rows(left.mask, left.line)
-            return found
+            return self._handed_out(found)
 
         return run
+
+    def _handed_out(self, results: Any) -> Any:
+        """What forward returns, with numbers that are read in place of those of rows."""
+
+        def read(leaf: Any) -> Any:
+            count = leaf if type(leaf) is Count else self._plain.get(leaf) if type(leaf) in (int, float) else None
+            if count is None:
+                return leaf
+            return self.read(count) * 1.0 if type(leaf) is float else self.read(count)
+
+        leaves, spec = compat.tree_flatten(results)
+        return compat.tree_unflatten([read(leaf) for leaf in leaves], spec)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if has_counts(args) or has_counts(kwargs):
+            if func in _EXTREMES:
+                one, other = args if type(args[0]) is Count else args[::-1]
+                return getattr(one, _EXTREMES[func])(other)
+            if func is torch.scalar_tensor:  # of which torch.tensor makes its numbers while torch exports
+                return self.read(args[0]).to(kwargs.get("dtype") or torch.get_default_dtype()).clone()
+            if func in (torch.as_tensor, Tensor.new_tensor):
+                return self._made(args[-1]).to(kwargs.get("dtype"))
+            args, kwargs = self._with_plain(func, args), without_counts(kwargs)
+        found = func(*args, **kwargs)
         if not self._is_on or not isinstance(found, int | tuple):
             return found
         if func in _SIZES:
@@ -111,9 +162,26 @@ class CountedRows(TorchFunctionMode):
             rows = [size for size in args[0].shape if self._mask(size) is not None]
             if len(rows) == 1 and type(found) is int and found:
                 return self._count(rows[0], found // rows[0])
-        if func is Tensor.__len__ and isinstance(count := self._count(found), Count):
+        if func is Tensor.__len__ and type(count := self._count(found)) is Count:
             self._becomes_plain(count, "len", sys._getframe(1))
         return found
+
+    def _with_plain(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The arguments of a function of tensors with plain numbers; beside tensors, they are what is counted."""
+        name = getattr(func, "__name__", "").strip("_")
+        operands = [each for each in args if isinstance(each, Tensor)]
+        of_rows = any(self._mask(size) is not None for each in operands for size in each.shape)
+        reckons = operands and (name in _COMPARING or (name in _RECKONING and not of_rows))
+        floating = any(each.is_floating_point() for each in operands)
+        return without_counts(
+            args, (lambda count: count.said() if floating else self.read(count)) if reckons else plain
+        )
+
+    def _made(self, data: Any) -> Any:
+        """What `torch.tensor` makes of numbers."""
+        if not isinstance(data, list | tuple):
+            return self.read(data).clone() if type(data) is Count else torch.tensor(data)
+        return torch.stack([self._made(each) for each in data])
 
     def compared(self, count: Count, by: _By, other: Any, found: bool, frame: FrameType) -> bool:
         """As `Asked`."""
@@ -127,22 +195,22 @@ class CountedRows(TorchFunctionMode):
     def _decided(self, count: Count, test: _Test, found: bool, source: Source | None, frame: FrameType) -> bool:
         by, other = test.by, test.other
         line, is_equality = _line(frame), by in (operator.eq, operator.ne)
-        if not isinstance(other, Count) and count.rows is not None and count.most is not None:
+        if type(other) is not Count and count.rows is not None and count.most is not None:
             none, some, all_of_them = by(0, other), by(count.plain // count.rows, other), by(count.most, other)
             if none == some == all_of_them and not (is_equality and 0 < other < count.most):
                 return bool(none)
             if none != some == all_of_them == found:
                 self._asks_for_some(count.rows, test.places, bool(none), source, frame)
                 return found
-        if not is_equality or self.usual is None or not (isinstance(other, Count) or count.rows is not None):
+        if not is_equality or self.usual is None or not (type(other) is Count or count.rows is not None):
             raise _refused(line)
-        said = other.said() if isinstance(other, Count) else other
+        said = other.said() if type(other) is Count else other
         self.usual.takes_numbers(by(count.said(), said) == found, line)
         return found
 
     def _is_same(self, count: Count, other: Any) -> bool:
         """Whether both are the number of rows that one mask chooses, whatever it is."""
-        if isinstance(other, Count):
+        if type(other) is Count:
             return count.rows is not None and count.rows == other.rows and count.plain == other.plain
         return count.rows == other
 
@@ -151,11 +219,28 @@ class CountedRows(TorchFunctionMode):
         if self._is_asked(frame) and "site-packages" not in frame.f_code.co_filename:
             raise _refused(_line(frame))
 
+    def read(self, count: Count) -> Any:
+        """As `Asked`."""
+        return self.number(count.said())
+
+    def number(self, value: Tensor) -> Any:
+        """As `Asked`."""
+        return self.numbers.item(value)
+
     def escapes(self, count: Count, frame: FrameType) -> None:
         """As `Asked`."""
         frame = compat.caller_of_builtins(frame)
         if self._is_asked(frame):
-            self._becomes_plain(count, "int", frame)
+            self._becomes_plain(count, "", frame)
+
+    def written(self, count: Count, frame: FrameType) -> None:
+        """As `Asked`."""
+        while _is_between(frame.f_code.co_filename) and frame.f_back is not None:
+            frame = frame.f_back
+        source, asked = expression_asked(frame)
+        known = source is not None and asked is not None and is_said(asked, source)
+        if self._is_on and not known and not frame.f_code.co_filename.startswith((*LIBRARIES, *_WRITERS)):
+            raise _refused(_line(frame))
 
     def _is_asked(self, frame: FrameType) -> bool:
         """Whether a model asks, not what traces it."""
@@ -172,7 +257,7 @@ class CountedRows(TorchFunctionMode):
         mask = self._mask(size)
         if mask is None:
             return size
-        return Count.of(size * times, self, lambda: mask.sum() * times, size, mask.numel() * times)
+        return Count(size * times, self, lambda: mask.sum() * times, size, mask.numel() * times)
 
     def _asks_for_some(
         self, rows: int, places: set[Span], empty: bool, source: Source | None, frame: FrameType
@@ -195,19 +280,28 @@ class CountedRows(TorchFunctionMode):
         self.usual.takes_rows(mask, line)
 
     def _becomes_plain(self, count: Count, function: str, frame: FrameType | None) -> None:
-        """`len(rows)`, or `int(n)`: what the source does with it.
+        """`len(rows)`, or, of no such function, what is under way (`int(n)`, `math.sqrt(n)`): what the source does with
+        it.
 
         Raises:
             AutoparError: more than it says.
         """
         while frame is not None and _is_between(frame.f_code.co_filename):
             frame = frame.f_back
-        if frame is None or frame.f_code.co_filename.startswith(LIBRARIES):
+        if frame is None or frame.f_code.co_filename.startswith((*LIBRARIES, *_WRITERS)):
             return  # torch's own layers mind no values
-        source, asked = call_asked(frame, function)
+        source, asked = call_asked(frame, function) if function else expression_asked(frame)
         if source is None or asked is None:
             raise _refused(_line(frame))
-        for test in _uses(asked, source, frame, set()):
+        called = asked.func.id if isinstance(asked, ast.Call) and isinstance(asked.func, ast.Name) else ""
+        if called in _PLAIN and is_handed_out(asked, source):
+            self._plain[count.plain] = count
+            return
+        if is_said(asked, source):
+            return
+        if not (called in _PLAIN or _differs(asked)):
+            raise _refused(_line(frame))
+        for test in _uses(asked, source, frame, set(), called not in _PLAIN):
             if test is None:
                 raise _refused(_line(frame))
             found = bool(test.by(count.plain, test.other))
@@ -275,14 +369,26 @@ def _uses(
                 yield None
         if isinstance(parent, ast.NamedExpr):
             yield from _uses(parent, source, frame, {*names, name}, is_derived)
-    elif isinstance(parent, ast.BinOp) and is_tensor(
-        parent.right if node is parent.left else parent.left, source, frame
+    elif (
+        isinstance(parent, ast.BinOp)
+        and isinstance(parent.op, _DIFFERING)
+        and is_tensor(parent.right if node is parent.left else parent.left, source, frame)
     ):
         return  # in a program its number is seen
+    elif isinstance(parent, ast.BinOp) and not isinstance(parent.op, _DIFFERING):
+        yield None
     elif isinstance(parent, ast.BinOp | ast.Tuple | ast.List):
         yield from _uses(parent, source, frame, names, is_derived=True)
     elif not isinstance(parent, ast.FormattedValue | ast.Expr):
         yield None
+
+
+def _differs(asked: ast.expr) -> bool:
+    """Whether what is made of a number is another one for each, so that two traces tell that it is used."""
+    if isinstance(asked, ast.BinOp):
+        return isinstance(asked.op, _DIFFERING)
+    name = getattr(asked.func, "attr", None) if isinstance(asked, ast.Call) else None
+    return name in ("sqrt", "log", "log2", "log10", "log1p", "exp", "pow")
 
 
 def _is_test(node: ast.expr, source: Source) -> bool:
@@ -318,7 +424,7 @@ def _least(node: ast.expr, call: ast.Call) -> int | None:
 def _minds_no_values(function: ast.expr, frame: FrameType) -> bool:
     """Whether a function writes a number down, or is torch's: in a program its numbers are seen."""
     if isinstance(function, ast.Name):
-        return function.id in _WRITTEN_OUT
+        return function.id in WRITTEN_OUT
     if not isinstance(function, ast.Attribute):
         return False
     root: ast.expr = function.value
@@ -327,4 +433,4 @@ def _minds_no_values(function: ast.expr, frame: FrameType) -> bool:
     held = (frame.f_locals | frame.f_globals).get(root.id) if isinstance(root, ast.Name) else None
     if isinstance(held, ModuleType):
         return held.__name__.partition(".")[0] in ("torch", "logging")
-    return isinstance(held, Tensor) or function.attr in _WRITTEN_OUT | _SIZING
+    return isinstance(held, Tensor) or function.attr in WRITTEN_OUT | _SIZING

@@ -79,10 +79,9 @@ class Numbers(TorchFunctionMode):
             return func(*(self._beside(each, others) for each in args), **kwargs)
         if (name not in _ARITHMETIC and name not in _IN_PLACE) or kwargs:
             return func(*args, **kwargs)
-        if name in _DIVIDING or func is torch.div:
+        if name in _DIVIDING or func is torch.div or any(isinstance(each, float) for each in args):
             args = tuple([each.to(torch.float64) if isinstance(each, Tensor) else each for each in args])
-        wide = [torch.tensor(each, dtype=torch.float64) if isinstance(each, float) else each for each in args]
-        return self._number(func(*wide))
+        return self._number(func(*args))
 
     def is_number(self, value: Any) -> bool:
         """Whether a tensor stands for a number of Python's."""

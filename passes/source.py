@@ -22,6 +22,11 @@ _TENSORS = frozenset({
     "view", "reshape", "matmul", "mm", "tanh", "relu",
 })  # fmt: skip
 """Methods of tensors, and functions of torch, that give one tensor."""
+WRITTEN_OUT = frozenset({"print", "str", "repr", "format", "debug", "info", "warning", "warn"})
+"""Functions and methods that only write a number down."""
+_UNDER_WAY = (
+    ast.Call, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Compare, ast.FormattedValue, ast.JoinedStr,
+)  # fmt: skip
 _COLLECTING = frozenset({"cat", "concat", "concatenate", "vstack", "row_stack"})
 
 
@@ -92,6 +97,43 @@ def call_asked(frame: FrameType, function: str) -> tuple[Source | None, ast.Call
         and span(node) in places
     ]  # fmt: skip
     return source, found[0] if len(found) == 1 else None
+
+
+def expression_asked(frame: FrameType) -> tuple[Source | None, ast.expr | None]:
+    """The source of a frame, and the call, operation or text in it that is under way; None where that is not known."""
+    source = source_of(frame.f_code)
+    if source is None:
+        return None, None
+    line, last, column, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if line is None or last is None or column is None or end is None:
+        return source, None
+    place = line, column - source.indent, last, end - source.indent
+    found = [node for node in ast.walk(source.tree) if isinstance(node, _UNDER_WAY) and span(node) == place]
+    return source, found[0] if found else None
+
+
+def is_said(node: ast.AST, source: Source) -> bool:
+    """Whether nothing but a text that somebody reads comes of an expression: what is printed, logged or raised."""
+    asked: ast.AST = node
+    parent: ast.AST | None = node
+    while isinstance(parent, ast.expr | ast.keyword):
+        if isinstance(parent, ast.Call):
+            name = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
+            if name in WRITTEN_OUT - {"str", "repr", "format"}:
+                return True
+            if name not in WRITTEN_OUT and parent is not asked:
+                return isinstance(source.parents.get(parent), ast.Raise)
+        elif not isinstance(parent, ast.JoinedStr | ast.FormattedValue | ast.BinOp | ast.Tuple | ast.keyword):
+            return False
+        node, parent = parent, source.parents.get(parent)
+    if isinstance(parent, ast.Expr):
+        return not (node is asked and isinstance(node, ast.Call))  # which may change what it is called of
+    return isinstance(parent, ast.Raise) or (isinstance(parent, ast.Assert) and node is parent.msg)
+
+
+def is_handed_out(asked: ast.AST, source: Source) -> bool:
+    """Whether an expression goes into what its function returns, and nowhere else."""
+    return _is_returned(asked, source, frozenset())
 
 
 def is_only_handed_out(frame: FrameType, function: str) -> bool:

@@ -104,11 +104,21 @@ def _known(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     return (odd.cumsum(1) * x[:, places >= 0].softmax(1)[:, : odd.shape[1]]).mean()
 
 
+def _counts(model: Words, x: Tensor, labels: Tensor) -> Tensor:
+    rows = x[labels != -100]
+    return rows.sum() / (rows.shape[0] + 1)
+
+
+def _halves(model: Words, x: Tensor, labels: Tensor) -> Tensor:
+    rows = x[labels != -100]
+    return rows.sum() * (0.5 / rows.shape[0])
+
+
 HOW: Mapping[str, Callable[[Words, Tensor, Tensor], Tensor]] = {
     "head": _head_of_the_chosen, "likelihoods": _likelihoods, "mean": _their_mean, "numbers": _numbers,
     "two kinds": _two_kinds, "places": _places, "distances": _distances,
     "two masks": _two_masks, "known": _known, "drop nothing": _drop_nothing,
-    "with others": _with_others,
+    "with others": _with_others, "counts": _counts, "halves": _halves,
 }  # fmt: skip
 
 
@@ -199,16 +209,6 @@ def _returns(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     return x[labels != -100]
 
 
-def _counts(model: Words, x: Tensor, labels: Tensor) -> Tensor:
-    rows = x[labels != -100]
-    return rows.sum() / (rows.shape[0] + 1)
-
-
-def _halves(model: Words, x: Tensor, labels: Tensor) -> Tensor:
-    rows = x[labels != -100]
-    return rows.sum() * (0.5 / rows.shape[0])
-
-
 def _mixes(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     rows = x[labels != -100]
     return (rows.softmax(0) * rows.cumsum(0)).mean()
@@ -238,8 +238,6 @@ def _loops(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     ("how", "said"),
     [
         (_returns, "the model returns rows that a mask chooses"),
-        (_counts, "asks in forward.. how many rows a mask chooses"),
-        (_halves, "asks in forward.. how many rows a mask chooses"),
         (_mixes, "softmax.int does not treat alone each row that a mask chooses .*test_chosen_rows.py:"),
         (_finds_the_most, "topk.default cannot be of all rows, .*test_chosen_rows.py:"),
         (_draws, "dropout.default draws numbers for rows that a mask chooses .*draw for all rows"),

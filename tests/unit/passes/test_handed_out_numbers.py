@@ -40,6 +40,10 @@ def _hits_of_rows(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
     return loss, (logits.argmax(-1) == y).sum().item() / y.shape[0]
 
 
+def _percent(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
+    return loss, 100.0 * ((logits.argmax(-1) == y).sum().item() / y.shape[0]) + 0.5
+
+
 def _float_and_int(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
     found = logits.argmax(-1) == y
     hits = int(found.sum())
@@ -55,7 +59,7 @@ def _batch(rows: int = ROWS) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 3), "y": torch.randint(0, CLASSES, (rows,))}
 
 
-HOWS = [_item, _hits_of_rows, _float_and_int, _predictions]
+HOWS = [_item, _hits_of_rows, _percent, _float_and_int, _predictions]
 
 
 @pytest.mark.moderate

@@ -93,10 +93,15 @@ def _changes(model: Cuts, x: Tensor, ends: Tensor) -> Tensor:
     return x.square().sum()
 
 
+def _counts(model: Cuts, x: Tensor, ends: Tensor) -> Tensor:
+    rows = model.linear(x)[ends[0] : ends[1]]
+    return rows.sum() / (rows.shape[0] + 1)
+
+
 HOW: Mapping[str, Callable[[Cuts, Tensor, Tensor], Tensor]] = {
     "one end": _one_end, "both ends": _both_ends, "a number and an end": _a_number_and_an_end,
     "another dim": _of_another_dim, "other slices": _with_other_slices, "a number is written": _writes_a_number,
-    "changes": _changes,
+    "changes": _changes, "counts": _counts,
 }  # fmt: skip
 
 
@@ -146,11 +151,6 @@ def _reads_it_late(model: Cuts, x: Tensor, ends: Tensor) -> Tensor:
     return rows.sum()
 
 
-def _counts(model: Cuts, x: Tensor, ends: Tensor) -> Tensor:
-    rows = model.linear(x)[ends[0] : ends[1]]
-    return rows.sum() / (rows.shape[0] + 1)
-
-
 def _returns(model: Cuts, x: Tensor, ends: Tensor) -> Tensor:
     return model.linear(x)[ends[0] : ends[1]]
 
@@ -163,7 +163,6 @@ def _returns(model: Cuts, x: Tensor, ends: Tensor) -> Tensor:
         (_writes_it_elsewhere, "writes into a slice between two tensors.*test_ragged.py:"),
         (_never_assigns_it, "writes into a slice between two tensors"),
         (_reads_it_late, "is read after what it is a part of was written.*test_ragged.py:"),
-        (_counts, "asks in forward.. how many rows a mask chooses"),
         (_returns, "the model returns rows that a mask chooses"),
     ],
 )
