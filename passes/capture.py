@@ -83,14 +83,21 @@ def capture(
                 )
         return _whole(model, precision, batch, names, inputs, chosen) if program is None else program
 
+    others = seeds.others(model)
+
+    def again(end: str) -> Program:
+        """Where others draw what lies at an end."""
+        for each in others:
+            each.put(end)
+        return trace(Chosen(FIRST))
+
     with compat.exclusive(), own_gradients.kept() if training else nullcontext():
-        others = seeds.others(model)
         with seeds.others_kept(others):
             before, chosen = [each.text() for each in others], Chosen(FIRST)
             program = trace(chosen)
             # Other threads may draw from them, too.
             drew = [each.name for each, text in zip(others, before, strict=True) if each.text() != text]
-            if drew and not say_the_same(program, trace(Chosen(FIRST))):
+            if drew and not all(say_the_same(program, again(end)) for end in seeds.ENDS):
                 raise AutoparError(
                     f"{type(model).__name__} draws from {drew[0]} in forward(): a program would repeat one draw",
                     remedy="draw with torch (torch.rand, torch.randn, …), or outside of forward(), and pass the "

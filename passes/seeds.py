@@ -11,6 +11,8 @@ Where no GPU is in use yet, torch keeps the seeds of `torch.cuda.manual_seed` fo
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,14 +165,24 @@ def _line() -> str | None:
 
 # ---------------------------------------------------------------------------------------------- Python's and NumPy's
 
+_DRAWS = 6
+"""How many numbers in a row lie at one end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A generator that is not torch's. name: of errors."""
+    """A generator that is not torch's. name: of errors. made: one like it, by its seed; None: it is not known."""
 
     name: str
     state: Callable[[], Any]
     restore: Callable[[Any], None]
+    made: Callable[[int], Any] | None = None
+
+    def put(self, end: str) -> None:
+        """Have it draw what lies at an end (`ENDS`): what chance chose as before says nothing of what else it may."""
+        if self.made is not None:
+            made = self.made(_seed_of(self.made, end))
+            self.restore(made.getstate() if isinstance(made, random.Random) else made.get_state())
 
     def text(self) -> str:
         """Tells its states apart."""
@@ -190,19 +202,49 @@ def others_kept(generators: Sequence[Other]) -> Iterator[None]:
 
 def others(model: nn.Module) -> list[Other]:
     """Python's and NumPy's own, those that modules have, and those among the globals that methods of modules name."""
-    found = [Other("Python's random generator", random.getstate, random.setstate)]
+    found = [Other("Python's random generator", random.getstate, random.setstate, random.Random)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found.append(Other("NumPy's generator", numpy.random.get_state, numpy.random.set_state))
+        legacy = numpy.random.RandomState
+        found.append(Other("NumPy's generator", numpy.random.get_state, numpy.random.set_state, legacy))
     named = [*held(model).items(), *_among_globals({type(module) for module in model.modules()})]
     for name, generator in {id(each): (name, each) for name, each in named}.values():
         if isinstance(generator, random.Random):
-            found.append(Other(f"the generator {name}", generator.getstate, generator.setstate))
+            made = random.Random if type(generator) is random.Random else None
+            found.append(Other(f"the generator {name}", generator.getstate, generator.setstate, made))
         elif hasattr(generator, "bit_generator"):
             found.append(Other(f"the generator {name}", *_of_bits(generator.bit_generator)))
         else:
             found.append(Other(f"the generator {name}", generator.get_state, generator.set_state))
     return found
+
+
+@functools.cache
+def _seed_of(made: Callable[[int], Any], end: str) -> int:
+    """The first seed of a generator whose next numbers all lie at one end."""
+    draw, is_there = ENDS[end]
+
+    def is_at_the_end(seed: int) -> bool:
+        generator = made(seed)
+        return all(is_there(draw(generator)) for _ in range(_DRAWS))
+
+    return next(filter(is_at_the_end, itertools.count()))
+
+
+def _one_of_two(generator: Any) -> int:
+    drawn = generator.randrange(2) if isinstance(generator, random.Random) else generator.randint(2)
+    return int(drawn)
+
+
+ENDS: Mapping[str, tuple[Callable[[Any], float], Callable[[float], bool]]] = {
+    "low": (lambda generator: generator.random(), lambda drawn: drawn < 0.25),
+    "high": (lambda generator: generator.random(), lambda drawn: drawn > 0.75),
+    "first": (_one_of_two, lambda drawn: drawn == 0),
+    "last": (_one_of_two, lambda drawn: drawn == 1),
+}
+"""What generators are made to draw: small numbers and large ones of those between 0 and 1, the first and the last of
+two; how, and when it is so.
+"""
 
 
 def _of_bits(bits: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.base.errors import AutoparError
+from autopar.passes.capture import capture
 
 MESH = autopar.Mesh({"dp": 2}, hardware="cpu")
 
@@ -30,3 +36,39 @@ def test_lists_of_modules_may_hold_none() -> None:
     """Breaks if what looks through the elements of lists takes each for a module."""
     plan = autopar.plan(Layers(), MESH, example_inputs=torch.randn(4, 8), strategy="ddp")
     assert plan.verify().ok
+
+
+class Recycled(nn.Module):
+    """Goes through its layer once, or twice, as chance has it (as x-transformers' recycling does)."""
+
+    def __init__(self, *, numpy: bool, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.numpy, self.counts = nn.Linear(8, 8), numpy, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = 1 + (np.random.randint(2) if self.numpy else random.randrange(2))
+        for _ in range(times if self.counts else 1):
+            x = self.linear(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_is_chosen_by_chance_is_refused_by_no_chance(numpy: bool, counts: bool) -> None:
+    """Breaks if a draw that comes to the same in two traces passes for one that does nothing, or one that does nothing
+    is refused.
+    """
+    model, batch = Recycled(numpy=numpy, counts=counts), {"x": torch.randn(4, 8)}
+    states = random.getstate(), np.random.get_state()
+    try:
+        for seed in range(4):
+            random.seed(seed)
+            np.random.seed(seed)
+            if counts:
+                with pytest.raises(AutoparError, match=r"draws from .* generator in forward"):
+                    capture(model, batch)
+            else:
+                capture(model, batch)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
