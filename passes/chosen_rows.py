@@ -44,7 +44,8 @@ _COUNTING: Mapping[Any, float | bool] = {
     _aten.sum.default: 0, _aten.sum.dim_IntList: 0, _aten.linalg_vector_norm.default: 0,
     _aten.norm.Scalar: 0, _aten.norm.ScalarOpt_dim: 0,
     _aten.any.default: False, _aten.any.dim: False, _aten.all.default: True, _aten.all.dim: True,
-    _aten.logsumexp.default: -math.inf,
+    _aten.logsumexp.default: -math.inf, _aten.max.default: -math.inf, _aten.amax.default: -math.inf,
+    _aten.min.default: math.inf, _aten.amin.default: math.inf,
 }  # fmt: skip
 """What reduces, and the number that changes nothing there."""
 _SCALED = {_aten.div.Tensor: _aten.div.Tensor, _aten.div.Scalar: _aten.div.Tensor, _aten.mul.Tensor: _aten.mul.Tensor,
@@ -374,7 +375,8 @@ class _Keeper:
         listed = [given] if isinstance(given, int) else list(given or ())
         dims = [dim % len(shape) for dim in listed] or list(range(len(shape)))
         order = call.arg("ord", call.arg("p", 2))
-        if rows is None or len(node.all_input_nodes) > 1 or (isinstance(order, int | float) and order <= 0):
+        numbers = x.meta["val"].is_floating_point() or abs(_COUNTING[node.target]) != math.inf
+        if rows is None or not numbers or len(node.all_input_nodes) > 1 or (type(order) in (int, float) and order <= 0):
             raise self._refused(f"{node.target} puts together rows that a mask chooses")
         keeps = bool(call.arg("keepdim", False))
         if rows.dim not in dims:

@@ -90,9 +90,9 @@ class Seeds(TorchFunctionMode):
 
     def _without_generator(self, name: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         given = kwargs.get("generator")
-        if not isinstance(given, torch.Generator):
+        if "generator" not in kwargs or not isinstance(given, torch.Generator | None):
             return kwargs
-        if any(given is each for each in self._defaults):
+        if given is None or any(given is each for each in self._defaults):
             return {key: value for key, value in kwargs.items() if key != "generator"}
         raise AutoparError(
             f"{self._what} draws from a torch.Generator of its own in forward() ({name}), which no program has",

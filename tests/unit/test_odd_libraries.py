@@ -72,3 +72,21 @@ def test_what_is_chosen_by_chance_is_refused_by_no_chance(numpy: bool, counts: b
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+class Sampled(nn.Module):
+    """Draws from whatever generator it is given, which is none (as diffusers' autoencoders do)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean = self.linear(x)
+        return mean * torch.randn(mean.shape, generator=generator, dtype=mean.dtype).abs()
+
+
+def test_no_generator_is_the_default_one() -> None:
+    """Breaks if a draw that names no generator is taken for one from the process's own."""
+    plan = autopar.plan(Sampled(), MESH, example_inputs=torch.randn(4, 8), strategy="ddp")
+    assert plan.verify().ok

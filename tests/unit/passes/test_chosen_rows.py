@@ -94,6 +94,7 @@ def _with_others(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     most = rows.new_zeros(2 * CLASSES, WIDTH).scatter_reduce_(0, wide, rows.detach(), "amax", include_self=False)
     shares = (rows - most[places[1]]).exp()
     sums = rows.new_zeros(CLASSES, WIDTH).index_add_(0, places[1], shares) + 1e-9
+    sums = sums * flat[mask].max() + flat[mask].amin()
     messages = shares / sums[places[0]] / counts[places[1]].unsqueeze(-1) * model.hidden(rows)
     return (rows.new_zeros(CLASSES, WIDTH).scatter_add(0, wide, messages) * (1 + most[CLASSES:])).square().mean()
 
