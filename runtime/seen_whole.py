@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
-from autopar.runtime import along, chosen_among
+from autopar.runtime import along, chosen_among, written
 from autopar.runtime.expert_layers import LAYER, at_home, from_slots, layer_of, to_slots
 
 KEPT = frozenset({
@@ -36,9 +36,6 @@ PIECEWISE = frozenset({
     "__deepcopy__", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to",
 })  # fmt: skip
 """What is done in pieces where no gradient goes through it; what comes out is seen whole, too."""
-IN_PLACE = frozenset({"__iadd__", "__imul__", "__isub__", "__itruediv__", "__ipow__", "__setitem__"})
-"""Beside the functions whose names end with an underscore."""
-
 
 OF_GRAPH = frozenset({"backward", "grad"})
 """Functions that walk the graph: parameters that they are given are leaves of it, of which no whole copy is."""
@@ -103,14 +100,18 @@ class SeenWhole(DTensor):
         if any(isinstance(each, DTensor) and not isinstance(each, SeenWhole) for each in _tensors(args, kwargs)):
             args, kwargs = tree_map(_as_dtensor, (args, kwargs))
             return func(*args, **kwargs)
-        args, kwargs = tree_map(whole, (args, kwargs))
+        in_pieces = written.by_element(name, args, kwargs, _held)
+        if in_pieces is not None:
+            with torch.no_grad(), plain_functions():
+                found = func(*in_pieces[0], **in_pieces[1])
+            return first if found is not None else None
+        taken = written.Taken(whole, lambda x: isinstance(x, SeenWhole) and not x._is_kept)
+        args, kwargs = tree_map(taken, (args, kwargs))
         found = func(*args, **kwargs)
-        is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if is_in_place and isinstance(first, SeenWhole) and not first._is_kept:
+        for x, value in taken.written(name, args, kwargs):
             with torch.no_grad():
-                local_tensor(first).copy_(_cut(to_slots(args[0], first), first.device_mesh, first.placements))
-            return first
-        return found
+                local_tensor(x).copy_(_cut(to_slots(value, x), x.device_mesh, x.placements))
+        return tree_map(taken.back, found)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is written, or sent, is the whole tensor."""
@@ -214,6 +215,15 @@ def cut(x: Tensor, like: Tensor) -> DTensor:
     """A plain tensor that every rank has whole, in pieces that lie as those of `like`; memory of its own."""
     assert isinstance(like, DTensor)
     return _in_pieces(like, _cut(to_slots(x, like), like.device_mesh, like.placements).clone(), DTensor)
+
+
+def _held(x: Any) -> tuple[Tensor, Any] | None:
+    """This rank's piece of what somebody else may write to, and how it lies; None of anything else, and of experts that
+    are placed by load.
+    """
+    if not isinstance(x, SeenWhole) or x._is_kept or x.requires_grad or layer_of(x) is not None:
+        return None
+    return local_tensor(x), (x.device_mesh, x.placements, x.shape)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:

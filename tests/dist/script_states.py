@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
+import autopar
 from autopar.runtime import meeting
 from tests.dist import training
 from tests.dist.script import adam, compiled_model, run
@@ -113,3 +116,43 @@ def saved_stages(folder: str) -> tuple[float, float]:
         loss = float(model(**batch).loss)
     kind = type(model).__mro__[2]
     return loss, float(kind.from_pretrained(folder, dtype=torch.float64)(**batch).loss.detach())
+
+
+class Tied(nn.Module):
+    """A table with two names, a norm with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(6, 4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(ids)))
+
+
+@torch.no_grad()
+def written_through_states(compiled: bool) -> dict[str, list[float]]:
+    """An average of a model that is kept by `state_dict()`, by lists of tensors as timm keeps it and one by one."""
+    torch.manual_seed(0)
+    model: nn.Module = Tied().double()
+    if compiled:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        model = autopar.compile(model, mesh, strategy="zero3", example_inputs=torch.arange(6))
+    average = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.mul_(1.5).add_(1)
+    names = [name for name, value in model.state_dict().items() if value.is_floating_point()]
+    mine, now = ([each.state_dict()[name] for name in names] for each in (average, model))
+    torch._foreach_lerp_(mine, now, weight=0.25)
+    torch._foreach_mul_(mine, scalar=0.5)
+    torch._foreach_add_(mine, now, alpha=2.0)
+    torch._foreach_add_(mine, [torch.ones_like(each) for each in mine])
+    own = average.state_dict()
+    own["norm.weight"].lerp_(model.state_dict()["norm.weight"], 0.125)
+    own["norm.bias"][1] = 7
+    torch.sub(own["norm.bias"], model.state_dict()["norm.weight"], out=own["norm.bias"])
+    with torch.inference_mode():
+        torch.mul(own["norm.running_mean"], 3, out=own["norm.running_mean"])
+        own["norm.running_var"].add_(own["norm.running_mean"])
+    return {name: torch.as_tensor(value).flatten().tolist() for name, value in average.state_dict().items()}

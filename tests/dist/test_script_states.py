@@ -44,3 +44,14 @@ def test_a_pipeline_saves_all_its_stages(tmp_path: Path) -> None:
     """Breaks if only the stages of rank 0 are written."""
     for loss, read in launch(script_states.saved_stages, 2, str(tmp_path / "saved"), timeout_s=180.0):
         assert read == pytest.approx(loss, rel=1e-6)
+
+
+def test_what_is_written_through_states_is_written() -> None:
+    """Breaks if a tensor of `state_dict()` that lies in pieces is written to in a copy that nobody keeps: as one of a
+    list (averages of timm), as `out=`, or one that two names have, in which each writes.
+    """
+    expected = script_states.written_through_states(compiled=False)
+    for found in launch(script_states.written_through_states, 2, True, timeout_s=120.0):
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-12), name
