@@ -54,7 +54,7 @@ from autopar.runtime.refused import (
     parameter_of,
     parameters_before,
 )  # fmt: skip
-from autopar.runtime.repeats import Given, Repeat, Repeats, repeat_of
+from autopar.runtime.repeats import Repeat, Repeats, repeat_of
 from autopar.runtime.seen_whole import SeenWhole, Term, seen_whole
 from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_in_turn
 
@@ -140,9 +140,9 @@ class Engine:
         if torch.is_inference_mode_enabled():  # parameters that are cut in it, and what is traced, were never trained
             with torch.inference_mode(False), torch.no_grad():
                 return self.run(args, kwargs)
-        kind = self.comm.device.type
-        if torch.is_autocast_enabled(kind):
-            check_autocast(torch.get_autocast_dtype(kind), self.precision)
+        if not torch.is_autocast_enabled(kind := self.comm.device.type):
+            return self._forward(args, kwargs)
+        check_autocast(torch.get_autocast_dtype(kind), self.precision)
         with torch.autocast(kind, enabled=False):
             return self._forward(args, kwargs)
 
@@ -150,7 +150,7 @@ class Engine:
         self.granted.settle()
         lost_writes.check()
         may_repeat = not args and not torch.is_grad_enabled() and self.record is None
-        given = Given.of(kwargs) if may_repeat else None
+        given = Repeats.given(kwargs) if may_repeat else None
         repeat = None if given is None else self.repeats.find(given)
         if given is not None and repeat is not None and (found := self._repeated(repeat, given.leaves)) is not None:
             return found

@@ -20,6 +20,7 @@ from autopar.ir.graphs import CACHES
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.regions import recorded_in
+from autopar.runtime.replay import Replay
 
 
 class InPlace:
@@ -31,6 +32,7 @@ class InPlace:
     def __init__(self, program: LoadedProgram, compile_regions: bool | str = False) -> None:
         self._own = load_program(program.source, program.filename, compile_regions)
         self._written: set[int] = set()
+        self._replay = None if compile_regions else Replay(program.source, program.filename)
         if compile_regions:
             own, others = recorded_in(self._own.namespace), recorded_in(program.namespace)
             assert own is not None and others is not None
@@ -45,11 +47,15 @@ class InPlace:
         self, comm: Communicator, state: Tensors, inputs: Tensors, seed: Any, written: Iterable[str]
     ) -> Sequence[Tensor]:
         """The program's outputs; the inputs that are called `written` are those outputs' memory from now on."""
-        self._written.update(id(inputs[name]) for name in written)
-        try:
-            return self._own.forward(comm, state, {}, inputs, seed)[0]
-        finally:
-            self._written.clear()
+
+        def run(comm: Any, state: Tensors, inputs: Tensors) -> Sequence[Tensor]:
+            self._written.update(id(inputs[name]) for name in written)
+            try:
+                return self._own.forward(comm, state, {}, inputs, seed)[0]
+            finally:
+                self._written.clear()
+
+        return run(comm, state, inputs) if self._replay is None else self._replay(run, comm, state, inputs)
 
 
 class _Namespace:

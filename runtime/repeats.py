@@ -17,7 +17,8 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from autopar.ir.interface import TensorInterface
 from autopar.runtime.agreement import Call
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.executable import Executable
+from autopar.runtime.given import Given, Kind
 from autopar.runtime.graphs import Capture, Graph, Run, StateUses, cuda_graph
 from autopar.runtime.in_place import InPlace
 from autopar.runtime.layout import in_blocks
@@ -38,57 +40,16 @@ from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.microbatches import seed_of
 from autopar.runtime.placements import from_dtensor_placements
 from autopar.runtime.regions import recorded_in
+from autopar.runtime.replay import Replay
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.snapshot import Snapshot
 
 logger = logging.getLogger("autopar")
 
-Kind = tuple[Any, ...]
-PLAIN = (bool, int, float, str, type(None))
-"""Arguments that are compared as they are."""
 MOST = 64
 """Kinds of calls that a model keeps."""
 MOST_GRAPHS = 4
 """Of them, those whose program is a graph, which holds a cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The arguments of a call. kind: what tells calls apart but for their values and how caches lie. leaves: tensors,
-    caches and plain arguments by their path.
-    """
-
-    kind: Kind
-    leaves: Mapping[str, Any]
-
-    @staticmethod
-    def of(kwargs: Mapping[str, Any]) -> Given | None:
-        """None: a call with arguments of other kinds."""
-        kind: list[Any] = []
-        leaves: dict[str, Any] = {}
-        return Given(tuple(kind), leaves) if _read(kwargs.items(), "", kind, leaves) else None
-
-
-def _read(items: Iterable[tuple[Any, Any]], above: str, kind: list[Any], leaves: dict[str, Any]) -> bool:
-    """Add to the kind and the leaves; whether all of them are of kinds that are known."""
-    for name, value in items:
-        path = f"{above}{name}"
-        if type(value) is Tensor:
-            kind.append((path, value.shape, value.dtype, value.device))
-        elif type(value) in PLAIN:
-            kind.append((path, type(value), value))
-        elif is_cache(value):
-            kind.append((path, type(value), tuple(value.layouts())))
-        elif isinstance(value, dict | tuple | list):
-            kind.append((path, type(value), len(value)))
-            inside = value.items() if isinstance(value, dict) else enumerate(value)
-            if not _read(inside, f"{path}.", kind, leaves):
-                return False
-            continue
-        else:
-            return False
-        leaves[path] = value
-    return True
 
 
 class Repeats:
@@ -96,6 +57,11 @@ class Repeats:
 
     def __init__(self) -> None:
         self._kept: dict[Kind, Repeat] = {}
+
+    @staticmethod
+    def given(kwargs: Mapping[str, Any]) -> Given | None:
+        """The arguments of a call; None where some are of other kinds."""
+        return Given.of(kwargs)
 
     def find(self, given: Given) -> Repeat | None:
         """The one that a call is of, where the model is as it was."""
@@ -128,7 +94,7 @@ class Repeats:
             each.drop_graph()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Source:
     """Where a tensor comes from: an argument of the call; of a cache, a state by its number.
 
@@ -171,10 +137,14 @@ class Repeat:
     states: Mapping[str, int]
     cut: frozenset[str]
     stand_ins: Tensors
+    _latest: dict[_Source, Any] = field(default_factory=dict[_Source, Any])
+    _tensors: list[Tensor] = field(default_factory=list[Tensor])
+    _state: Tensors = field(default_factory=dict[str, Tensor])
     _num_runs: int = 0
     _written: frozenset[str] = frozenset()
     _graph: Graph | None = None
     _in_place: InPlace | None = None
+    _replay: Replay | None = None
     _handed: tuple[weakref.ref[Any], dict[str, weakref.ref[Any]]] | None = None
 
     def states_of(self, leaves: Mapping[str, Any]) -> dict[str, list[Any]] | None:
@@ -191,8 +161,10 @@ class Repeat:
                 continue
             if not isinstance(state, DTensor) or getattr(state, "_whole", None) is not None:
                 return None
-            if state._spec is not source.spec and state._spec != source.spec:
-                return None
+            if state._spec is not source.spec and state._spec is not self._latest.get(source):
+                if state._spec != source.spec:
+                    return None
+                self._latest[source] = state._spec
         return found
 
     def inputs(self, leaves: Mapping[str, Any], states: Mapping[str, list[Any]]) -> Tensors:
@@ -203,7 +175,8 @@ class Repeat:
             assert entry is not None
             given = leaves[source.argument] if source.state is None else states[source.argument][source.state]
             if source.spec is None:
-                found[entry.name] = given.detach().to(self.comm.device, non_blocking=True)
+                is_plain = type(given) is Tensor and not given.requires_grad and given.device == self.comm.device
+                found[entry.name] = given if is_plain else given.detach().to(self.comm.device, non_blocking=True)
             else:
                 found[entry.name] = local_tensor(given)
         if self.cut:
@@ -214,17 +187,22 @@ class Repeat:
 
     def state(self) -> Tensors | None:
         """This rank's parameters and buffers by name; None where a parameter lies otherwise than in the call before."""
-        found: Tensors = {}
-        for entry, parameter, spec in self.named:
+        for _, parameter, spec in self.named:
             if parameter._spec is not spec:
                 return None
-            local = local_tensor(parameter)
-            found[entry.name] = local
-            for alias in entry.aliases:
-                found[alias] = local
-        for name, held, own in self.buffers:
-            found[name] = held[own]
-        return in_blocks(self.executable.interface, found)
+        tensors = [local_tensor(parameter) for _, parameter, _ in self.named]
+        tensors += [held[own] for _, held, own in self.buffers]
+        if len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors)):
+            return self._state
+        found: Tensors = {}
+        for (entry, *_), local in zip(self.named, tensors, strict=False):
+            found.update(dict.fromkeys((entry.name, *entry.aliases), local))
+        for (name, *_), buffer in zip(self.buffers, tensors[len(self.named) :], strict=True):
+            found[name] = buffer
+        state = in_blocks(self.executable.interface, found)
+        if not any(entry.block is not None for entry, *_ in self.named):  # else others are made of them each time
+            self._tensors, self._state = tensors, state
+        return state
 
     def call_of(self, number: int, leaves: Mapping[str, Any], states: Mapping[str, list[Any]]) -> Call:
         """What ranks compare, as of the call before, with these inputs' values."""
@@ -240,12 +218,18 @@ class Repeat:
     ) -> list[Any]:  # fmt: skip
         """The program's outputs, as the user has them. during: the `generate()` that calls, while it runs."""
         inputs = self.inputs(leaves, states)
+        is_compiled = bool(self.executable.compile_regions)
 
         def forward(given: Tensors) -> Sequence[Tensor]:
-            return self.program.forward(self.comm, state, {}, given, self.seed)[0]
+            if during is None or is_compiled:
+                return run(self.comm, state, given)
+            self._replay = self._replay or Replay(self.program.source, self.program.filename)
+            return self._replay(run, self.comm, state, given)
+
+        def run(comm: Communicator, state: Tensors, given: Tensors) -> Sequence[Tensor]:
+            return self.program.forward(comm, state, {}, given, self.seed)[0]
 
         self._num_runs += 1
-        is_compiled = bool(self.executable.compile_regions)
         if self.states and self._num_runs == 1 and self._is_readable():
             # Which operators a compiled text calls is not seen.
             text = load_program(self.program.source, self.program.filename) if is_compiled else self.program
@@ -455,15 +439,15 @@ def _fields_of(output: Any, seen: Sequence[Any], leaves: Mapping[str, Any]) -> l
         return None
     places = {id(each): place for place, each in enumerate(seen)}
     found: list[tuple[str, Any]] = []
-    for field in dataclasses.fields(output):
-        value = getattr(output, field.name)
+    for each in dataclasses.fields(output):
+        value = getattr(output, each.name)
         if value is None:
             continue
-        states = value.states() if is_cache(value) and is_cache(leaves.get(field.name)) else None
-        if states is not None and all(id(each) in places for each in states):
-            found.append((field.name, [places[id(each)] for each in states]))
+        states = value.states() if is_cache(value) and is_cache(leaves.get(each.name)) else None
+        if states is not None and all(id(x) in places for x in states):
+            found.append((each.name, [places[id(x)] for x in states]))
         elif id(value) in places:
-            found.append((field.name, places[id(value)]))
+            found.append((each.name, places[id(value)]))
         else:
             return None
     return found

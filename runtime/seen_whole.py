@@ -71,6 +71,14 @@ class SeenWhole(DTensor):
             )
         return super().to_local(*args, **kwargs)
 
+    def __getitem__(self, index: Any) -> Any:
+        """As of any tensor; of an output that every rank has whole the short way, as each token's logits are asked."""
+        if self._is_kept and self._whole is None and not self.requires_grad and chosen_among.is_plain_index(index):
+            held = local_tensor(self)
+            if not held.is_meta and all(type(each) is Replicate for each in self.placements):
+                return held[index].clone()
+        return super().__getitem__(index)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Whole tensors in the place of these, but for what concerns the pieces."""

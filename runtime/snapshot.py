@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
 
 from torch import nn
 
 from autopar.base.huggingface.adapters import SWITCHES
 from autopar.runtime.hooks import BACKWARD, FORWARD
+
+_WANTS, _GRAD = attrgetter("requires_grad"), attrgetter("grad")
 
 
 class Snapshot:
@@ -15,11 +20,12 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._modules = [
-            (vars(module), module, type(module), module.training, list(module._modules.values()),
-             list(map(id, module._parameters.values())))
-            for module in modules
-        ]  # fmt: skip
+        # All of it is compared in few calls of C.
+        self._of_modules, self._kinds = modules, [*map(type, modules)]
+        self._vars = [vars(module) for module in modules]
+        self._modes = self._read("training")
+        self._children = self._read_children()
+        self._held = self._ids()
         inside = [getattr(each, kind) for each in modules[1:] for kind in {**FORWARD, **BACKWARD}]
         self._no_hooks = [hooks for hooks in inside if not hooks]
         self._hooks = [hooks for hooks in inside if hooks]
@@ -37,21 +43,28 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether all of it is as it was."""
-        for held, module, kind, training, children, parameters in self._modules:
-            if (
-                type(module) is not kind
-                or held["training"] is not training
-                or [*held["_modules"].values()] != children
-                or [*map(id, held["_parameters"].values())] != parameters
-            ):
-                return False
+        if [*map(type, self._of_modules)] != self._kinds or self._read("training") != self._modes:
+            return False
+        if self._read_children() != self._children or self._ids() != self._held:
+            return False
         if [*map(dict.get, self._holders, self._names)] != self._values:
             return False
         if any(self._no_hooks) or [*map(tuple, self._hooks)] != self._keys:
             return False
         return _grads(self._parameters) == self._grads
 
+    def _read(self, name: str) -> list[Any]:
+        return [*map(dict.get, self._vars, repeat(name))]
 
-def _grads(parameters: Sequence[nn.Parameter]) -> list[tuple[bool, bool]]:
-    """Of each, whether it wants gradients, and whether it has none."""
-    return [(p.requires_grad, p.grad is None) for p in parameters]
+    def _read_children(self) -> list[list[nn.Module | None]]:
+        return [*map(list, map(dict.values, self._read("_modules")))]
+
+    def _ids(self) -> list[int]:
+        """Of the parameters, with how many each module has."""
+        held = self._read("_parameters")
+        return [*map(len, held), *map(id, chain.from_iterable(map(dict.values, held)))]
+
+
+def _grads(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Of each, whether it wants gradients; then of each, whether it has none."""
+    return [*map(_WANTS, parameters), *map(is_, map(_GRAD, parameters), repeat(None))]

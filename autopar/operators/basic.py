@@ -55,10 +55,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def embedding(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
     """The rows `ids - start` of weight[V, D]; zeros where that is outside [0, V)."""
-    local = ids - start
-    inside = (local >= 0) & (local < weight.shape[0])
-    rows = F.embedding(torch.where(inside, local, 0), weight)
-    return rows.masked_fill_(~inside.unsqueeze(-1), 0)
+    local = ids if type(start) is int and start == 0 else ids - start
+    row = local.clamp(0, max(0, weight.shape[0] - 1))
+    rows = F.embedding(row, weight)
+    return rows.masked_fill_((row != local).unsqueeze(-1), 0)
 
 
 def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, start: int = 0, padding_idx: int = -1) -> Tensor:

@@ -5,6 +5,7 @@ Shape suffixes: B batch, H heads, S positions, D head size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from autopar.operators.basic import HALF
@@ -18,6 +19,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half, sin = x.shape[-1] // 2, sin.unsqueeze(1)
     y = x * cos.unsqueeze(1)
+    if x.shape[2] == 1:  # a token: calls take longer than products do
+        _add_product(y, x.roll(half, -1), torch.cat([-sin[..., :half], sin[..., half:]], -1), 1)
+        return y
     _add_product(y[..., :half], x[..., half:], sin[..., :half], -1)
     _add_product(y[..., half:], x[..., :half], sin[..., half:], 1)
     return y

@@ -82,7 +82,7 @@ def additive_mask(
     if hidden is None:
         return None if bias is None else bias.to(dtype)
     if bias is None:
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, -math.inf)
     return bias.to(dtype).masked_fill(hidden, -math.inf)
 
 

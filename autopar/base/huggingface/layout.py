@@ -58,6 +58,8 @@ class Layout:
 
     def after(self) -> Layout:
         """Of the layer once a forward went through it."""
+        if not self.empty and all(part.written for part in self.parts):
+            return self
         parts = tuple(replace(part, written=True) for part in self.parts)
         return replace(self, parts=parts, empty=False)
 

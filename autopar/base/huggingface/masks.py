@@ -73,6 +73,8 @@ SPELLED_OUT = "_autopar_masks_are_spelled_out"
 """An attribute of a cache: whether a prompt that is read into it has a mask even where attention could be told that it
 is causal, as it can of the first tokens alone. So all chunks of a prompt are of one kind.
 """
+TOKENS = "_autopar_masks_of_tokens"
+"""An attribute of a cache: how masks of one token are made for it (`masks_of_generate.py`)."""
 
 
 def _follow_each_other(rows: Tensor) -> bool:

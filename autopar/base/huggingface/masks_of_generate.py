@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.base.huggingface.caches import NAMES, called_without_data, name_of
-from autopar.base.huggingface.masks import SPELLED_OUT
+from autopar.base.huggingface.masks import SPELLED_OUT, TOKENS
 from autopar.base.huggingface.tiny import shrunk
 
 _SKIPPED = {
@@ -42,6 +43,11 @@ def spelled_out(model: type) -> Callable[..., Any]:
             reads_rows.append(_reads_rows(model, self.config))
         if reads_rows == [True]:
             return _rows(attention_mask, past_key_values, *inputs_embeds.shape[:2])
+        others = (*args, *(x for name, x in kwargs.items() if name != "position_ids"))
+        if own is usual and not any(x is not None and x is not False for x in others):
+            found = _of_a_token(self, inputs_embeds, attention_mask, past_key_values)
+            if found is not None:
+                return found
         original = own.__get__(self, model)  # of some models a static method, of others not
         found = original(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
         if not getattr(past_key_values, SPELLED_OUT, False):
@@ -59,6 +65,70 @@ def spelled_out(model: type) -> Callable[..., Any]:
         return made("full_attention") if found is None else found
 
     return create
+
+
+def _of_a_token(self: Any, embeds: Tensor, mask: Any, cache: Any) -> Any:
+    """The mask of one token of each row, [batch, 1, 1, length], where all layers see all tokens before it, in a few
+    steps; None where it has to be made as transformers makes it.
+
+    Whether that is so is found out at a cache's first token, of which both are made, and kept with it (`TOKENS`).
+    """
+    if embeds.shape[1] != 1 or type(mask) is not Tensor or mask.dim() != 2:
+        return None
+    way = getattr(cache, TOKENS, None)
+    if way is None or (way.is_short and way.columns.shape[0] != cache.layers[0].get_max_length()):
+        way = _way(self.config.get_text_config(), embeds, mask, cache)
+        setattr(cache, TOKENS, way)
+    if not way.is_short or mask.shape[1] > way.columns.shape[0]:
+        return None
+    found = way.mask(mask, cache)
+    return {"full_attention": found} if way.by_kind else found
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How masks of a token are made for a cache. columns: the numbers of its positions. by_kind: of layers."""
+
+    is_short: bool
+    columns: Tensor
+    by_kind: bool = False
+
+    def mask(self, mask: Tensor, cache: Any) -> Tensor:
+        """[batch, 1, 1, length]: the positions up to the token's that count. mask: [batch, positions so far]."""
+        length = self.columns.shape[0]
+        written = cache.get_seq_length()
+        written = (
+            written if type(written) is Tensor else torch.as_tensor(written, device=mask.device).as_subclass(Tensor)
+        )
+        counts = F.pad(mask.to(torch.bool), (0, length - mask.shape[1]))
+        return (counts & (self.columns <= written)).view(-1, 1, 1, length)
+
+
+def _way(config: Any, embeds: Tensor, mask: Tensor, cache: Any) -> _Way:
+    kinds = getattr(config, "layer_types", None)
+    way = _Way(True, torch.arange(cache.get_max_length(), device=mask.device), kinds is not None)
+    if not _sees_all(config, kinds, cache) or mask.shape[1] > way.columns.shape[0]:
+        return replace(way, is_short=False)
+    usual: Any = importlib.import_module("transformers.masking_utils").create_masks_for_generate(
+        config, embeds, mask, cache
+    )
+    if kinds is not None:
+        usual = usual.get("full_attention") if isinstance(usual, dict) and len(usual) == 1 else None
+    found = way.mask(mask, cache)
+    is_same = isinstance(usual, Tensor) and usual.dtype == found.dtype and torch.equal(found, usual)
+    return replace(way, is_short=is_same)
+
+
+def _sees_all(config: Any, kinds: Any, cache: Any) -> bool:
+    """Whether each layer sees every token up to the query's, by the masks of `scaled_dot_product_attention`."""
+    return (
+        config._attn_implementation == "sdpa"
+        and getattr(config, "is_causal", True)
+        and (kinds is None or set(kinds) == {"full_attention"})
+        and getattr(config, "sliding_window", None) is None
+        and getattr(config, "attention_chunk_size", None) is None
+        and all(layer.kind == "attention" for layer in cache.layouts())
+    )
 
 
 def _rows(mask: Tensor | None, cache: Any, batch: int, count: int) -> Tensor:

@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 from autopar.base.codes import codes_of, is_by_channel
 from autopar.base.huggingface.kept import Kept
 from autopar.base.huggingface.layout import KINDS, STORED, Layout, Part
+from autopar.base.huggingface.masks import TOKENS
 from autopar.base.huggingface.reuse import does_not_go_back
 from autopar.base.huggingface.windows import Windowed
 from autopar.base.torch_compat.tracing import register_container
@@ -90,7 +91,8 @@ class _Attention(_Keys):
 
     @property
     def layout(self) -> Layout:
-        return replace(self._layout, empty=self.is_empty)
+        own = self._layout
+        return own if own.empty is self.is_empty else replace(own, empty=self.is_empty)
 
     def tensors(self) -> list[Tensor]:
         return [*self.kept_tensors(), self.cumulative_length]
@@ -347,7 +349,10 @@ class StateCache(Cache):  # type: ignore[misc, unused-ignore]
 
     def after(self, states: Iterable[Tensor]) -> StateCache:
         """As a forward leaves it, of other tensors."""
-        return StateCache([layout.after() for layout in self.layouts()], states)
+        found = StateCache([layout.after() for layout in self.layouts()], states)
+        if (way := vars(self).get(TOKENS)) is not None:
+            setattr(found, TOKENS, way)
+        return found
 
     def advance(self, count: int) -> None:
         """Count so many positions as written."""

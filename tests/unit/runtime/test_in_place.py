@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.codes import STORAGES
+from autopar.runtime.comm import RecordingComm
 from autopar.runtime.in_place import InPlace
 from autopar.runtime.loader import load_program
 from autopar.runtime.repeats import Repeat
@@ -66,7 +67,7 @@ def test_what_is_written_is_the_memory_that_was_given() -> None:
     """Breaks if a cache is copied for every token, if one is written that somebody may hold, or if what was written in
     one call is in the next.
     """
-    comm: Any = None
+    comm: Any = RecordingComm(("dp",), (1,), 0, "cpu")
     program = load_program(TEXT, "a test")
     run, given = InPlace(program), inputs(1)
     want = program.forward(comm, {}, {}, {name: x.clone() for name, x in given.items()}, torch.tensor(0))[0]
@@ -81,7 +82,7 @@ def test_what_is_written_is_the_memory_that_was_given() -> None:
 
 def test_what_an_edited_text_copies_is_handed_out() -> None:
     """Breaks if a cache is said to be written that a text copies by another name: what is new in it is lost."""
-    comm: Any = None
+    comm: Any = RecordingComm(("dp",), (1,), 0, "cpu")
     given = inputs(1)
     text = TEXT.replace('aten.index_copy(inputs["second"]', 'torch.index_copy(inputs["second"]')
     values = InPlace(load_program(text, "a test"))(comm, {}, given, 0, ["first", "second"])
@@ -106,7 +107,7 @@ def test_a_token_and_its_rotary_embedding_are_written_where_they_lie(storage: st
         order += ', i["keys_scales"], i["values_scales"]'
     text = TOKEN.replace("*CACHES", order).replace("STORAGE", repr(storage))
     given |= {**caches, "at": torch.tensor([3])}
-    comm: Any = None
+    comm: Any = RecordingComm(("dp",), (1,), 0, "cpu")
     program = load_program(text, "a test")
     want = program.forward(comm, {}, {}, {name: x.clone() for name, x in given.items()}, torch.tensor(0))[0]
     found = InPlace(program)(comm, {}, given, 0, list(caches))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -156,6 +157,63 @@ def test_masks_are_spelled_out_where_a_cache_asks_for_them() -> None:
     assert create(**given_now) is None
     setattr(cache, SPELLED_OUT, True)
     assert create(**given_now)[0, 0].long().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+def test_a_token_is_handed_the_mask_that_transformers_makes(kind: str) -> None:
+    """Breaks if a token sees padding, what is not written yet, or more than its window; or if its mask is made the long
+    way where all layers see everything before it.
+    """
+    import transformers
+
+    from autopar.base.huggingface import caches
+    from autopar.base.huggingface.masks import TOKENS
+    from autopar.base.huggingface.masks_of_generate import spelled_out
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    make: dict[str, Callable[[], Any]] = {
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+        "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)),
+        "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=3)),
+    }
+    model = make[kind]()
+    create: Any = functools.partial(spelled_out(type(model)), model)
+    usual: Any = transformers.masking_utils.create_masks_for_generate
+    cache: Any = caches.new_cache(model, 2, 9, torch.device("cpu"))
+    cache = caches.advanced(cache, 4)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    for _ in range(4):
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], -1)
+        given = {"config": model.config, "inputs_embeds": torch.empty(2, 1, 0), "attention_mask": mask}
+        found, want = create(**given, past_key_values=cache), usual(**given, past_key_values=cache)
+        pairs = zip(found.values(), want.values(), strict=True) if isinstance(want, dict) else [(found, want)]
+        assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+        assert vars(cache)[TOKENS].is_short is (kind != "mistral")
+        cache = caches.advanced(cache, 1)
+    other = caches.advanced(caches.new_cache(model, 2, 12, torch.device("cpu")), mask.shape[1])
+    setattr(other, TOKENS, vars(cache)[TOKENS])  # of one that had another length
+    given["attention_mask"] = torch.ones(2, mask.shape[1] + 1)
+    found = create(**given, past_key_values=other)
+    assert next(iter(found.values())).shape[-1] == 12 if isinstance(found, dict) else found.shape[-1] == 12
+
+
+def test_a_short_way_to_masks_is_held_against_the_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if masks of tokens are made the short way for a model of which transformers makes others."""
+    import transformers
+
+    from autopar.base.huggingface import caches, masks_of_generate
+    from autopar.base.huggingface.masks import TOKENS
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 3}
+    model: Any = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes))
+    cache = caches.advanced(caches.new_cache(model, 1, 9, torch.device("cpu")), 4)
+    given = {"config": model.config, "inputs_embeds": torch.empty(1, 1, 0), "attention_mask": torch.ones(1, 5)}
+    monkeypatch.setattr(masks_of_generate, "_sees_all", lambda *_: True)
+    found = masks_of_generate.spelled_out(type(model))(model, **given, past_key_values=cache)
+    assert found.long().flatten().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0]
+    assert not vars(cache)[TOKENS].is_short
 
 
 def test_models_that_count_positions_are_handed_a_mask_of_them() -> None:

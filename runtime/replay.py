@@ -1,0 +1,177 @@
+"""A program's calls of torch on the CPU, written down in one run of it, and made again without the Python between them.
+
+    y, *_ = ops.rms_norm(x, p["norm"], 1e-5)          v1 = square(i0)
+    z = ops.linear(y, p["up"])                 ──►    v2 = mean(v1, -1, keepdim=True)
+    z = comm.all_reduce(z, "tp")                      …
+                                                      v7 = linear(v6, c0)
+                                                      v8 = all_reduce(v7, 'tp')
+
+They are what the text did: the same kernels on the same tensors in the same order, with what is sent between them. So
+numbers are the text's, bit by bit, and ranks that run the text meet those that do not. Left out is what nobody reads
+(the log-sum-exp of attention), what was computed before (masks and tables, once for all layers), and what never changes
+(positions, views of weights), which is held.
+
+Only straight text is written down (`straight.py`), and only where nothing went by values
+(`base/torch_compat/calls.py`). How inputs lie, and which tensors parameters are, is compared at every call.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+from collections.abc import Callable, Sequence
+from itertools import count
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.torch_compat.calls import Calls as Seen
+from autopar.base.torch_compat.calls import has_modes, telling
+from autopar.operators.registration import SPELLED_OUT
+from autopar.runtime.calls import Calls, Text
+from autopar.runtime.straight import is_straight_program
+
+logger = logging.getLogger("autopar")
+
+Tensors = dict[str, Tensor]
+Run = Callable[[Any, Tensors, Tensors], Sequence[Tensor]]
+"""(communicator, state, inputs) -> outputs."""
+PLAIN_RUNS = 1
+"""Runs as the text says before one is written down: most kinds of calls come once or twice."""
+MOST = 3
+"""How often a program is written down, where parameters lie in other memory than before."""
+MOST_BYTES = 1 << 22
+"""Of outputs that are copied, so that everything else is made in inference mode."""
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+SENDING = (*COLLECTIVES, "ring_attention", "exchange_experts")
+"""What of a communicator makes tensors of tensors, and is a call."""
+ASKED = ("axes", "sizes", "rank", "device", "index", "size", "starts", "slice", "positions")
+"""What of it is the same at every call, or is made of calls of torch."""
+_NUMBERS = count()
+_PLACE = Tensor.data_ptr
+
+
+class Replay:
+    """Of a program's runs, each with inputs of the same kinds."""
+
+    def __init__(self, source: str, filename: str) -> None:
+        self._source, self._filename = source, filename
+        self._num_runs = self._num_written = 0
+        self._known: _Known | None = None
+
+    def __call__(self, run: Run, comm: Any, state: Tensors, inputs: Tensors) -> Sequence[Tensor]:
+        """The program's outputs. run: the program as it is."""
+        if self._known is not None and self._known.fits(comm, state, inputs):
+            return self._known(inputs)
+        self._num_runs += 1
+        if self._num_runs <= PLAIN_RUNS or self._num_written == MOST or has_modes():
+            return run(comm, state, inputs)
+        if not is_straight_program(self._source):
+            self._num_written = MOST
+            return run(comm, state, inputs)
+        self._num_written += 1
+        values, calls = written_down(run, comm, state, inputs)
+        if calls.why:
+            logger.debug("autopar: the calls of %s are not known beforehand: %s", self._filename, calls.why)
+            self._known, self._num_written = None, MOST
+        else:
+            self._known = _Known(calls, comm, state, inputs, values, self._filename)
+        return values
+
+    @property
+    def text(self) -> str:
+        """The calls, "" where they are not known."""
+        return "" if self._known is None else self._known.text
+
+
+def written_down(run: Run, comm: Any, state: Tensors, inputs: Tensors) -> tuple[Sequence[Tensor], Calls]:
+    """The outputs of a run, and its calls; `why` is set where others might have been made."""
+    calls = Calls(state, inputs)
+    tensors = [*state.values(), *inputs.values()]
+    if any(type(x) not in (Tensor, nn.Parameter) or not x.is_cpu or x.is_inference() for x in tensors):
+        calls.goes_by("tensors of another kind")
+        return run(comm, state, inputs), calls
+    with telling(calls, SPELLED_OUT) as seen:
+        values = run(_Sending(comm, calls, seen), state, inputs)
+    calls.end(values)
+    return values, calls
+
+
+class _Known:
+    """The calls as a function of the inputs. text: of that function."""
+
+    def __init__(
+        self, calls: Calls, comm: Any, state: Tensors, inputs: Tensors, values: Sequence[Tensor], filename: str
+    ) -> None:
+        self._comm, self._state = comm, list(state.values())
+        self._places = [*map(_PLACE, self._state)]  # another memory may be put into a tensor (`x.data = y`)
+        self._layouts = [*map(_layout, inputs.values())]
+        self._dtype = torch.get_default_dtype()
+        outputs = [calls.ref(x) for x in values]
+        needed = calls.needed(outputs)
+        written = Text(calls, list(inputs))
+        self.text = written.of(needed, outputs)
+        name = f"{filename.removesuffix('.py')}_calls_{next(_NUMBERS)}.py"
+        linecache.cache[name] = (len(self.text), None, self.text.splitlines(keepends=True), name)
+        exec(compile(self.text, name, "exec"), written.namespace)
+        self._function: Callable[..., Sequence[Tensor]] = written.namespace["forward"]
+        given = {id(x) for x in inputs.values()}
+        self._new = [id(x) not in given for x in values]
+        may_keep = any(call.is_sent and call.function.__name__ not in COLLECTIVES for call in needed)
+        num_bytes = sum(x.nbytes for x, new in zip(values, self._new, strict=True) if new)
+        self._in_inference = not may_keep and num_bytes <= MOST_BYTES
+
+    def fits(self, comm: Any, state: Tensors, inputs: Tensors) -> bool:
+        """Whether the text would make these calls."""
+        return (
+            comm is self._comm
+            and len(self._state) == len(state)
+            and all(map(is_, self._state, state.values()))
+            and [*map(_PLACE, self._state)] == self._places
+            and [*map(_layout, inputs.values())] == self._layouts
+            and torch.get_default_dtype() == self._dtype
+        )
+
+    def __call__(self, inputs: Tensors) -> Sequence[Tensor]:
+        if not self._in_inference:
+            return self._function(*inputs.values())
+        # Where no call counts the versions of what it makes, each takes less; outputs are tensors like any other.
+        with torch.inference_mode():
+            values = self._function(*inputs.values())
+        return [x.clone() if new else x for x, new in zip(values, self._new, strict=True)]
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.shape, x.stride(), x.dtype
+
+
+class _Sending:
+    """The communicator of a run that is written down."""
+
+    def __init__(self, comm: Any, calls: Calls, seen: Seen) -> None:
+        self._comm, self._calls, self._seen = comm, calls, seen
+        self._say = comm.at
+
+    def at(self, where: str) -> None:
+        self._say(where)
+        self._calls.at = (self._say, where)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        if name in SENDING:
+            found = self._told(found)
+            setattr(self, name, found)
+        elif name not in ASKED:
+            self._calls.goes_by(f"comm.{name}")
+        return found
+
+    def _told(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._seen.unseen():
+                found = method(*args, **kwargs)
+                self._calls.sent(method, args, kwargs, found)
+            return found
+
+        return call
