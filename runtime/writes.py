@@ -30,6 +30,7 @@ from autopar.base.torch_compat.distributed import (
     is_pointwise,
     local_tensor,
     same_group,
+    settle,
     storage_key,
     tree_leaves,
     tree_map,
@@ -144,6 +145,7 @@ def _writing(original: Callable[..., Any], by_element: bool) -> Callable[..., An
             return original(self, *args, **kwargs)
         if torch.is_grad_enabled() and self.requires_grad:  # refused, or a part of a graph
             return original(self, *args, **kwargs)
+        settle(self)
         view: _View | None = vars(self).get("_autopar_view")
         if view is not None:
             return _write_back(self, view, original, args, kwargs)

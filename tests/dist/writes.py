@@ -132,6 +132,22 @@ def masks(model: Any) -> Numbers:
     return [float(sum((p == 0).sum() for p in model.parameters()))]
 
 
+def clipped_by_units(model: Any) -> Numbers:
+    """Adaptive clipping of gradients (Brock et al., 2102.06171), as timm writes it."""
+
+    def norm(x: Tensor) -> Tensor:
+        return x.norm(2) if x.ndim <= 1 else x.norm(2, dim=tuple(range(1, x.ndim)), keepdim=True)
+
+    loss_of(model).backward()
+    for p in model.parameters():
+        most = norm(p.detach()).clamp_(min=1e-3).mul_(0.01)
+        own = norm(p.grad.detach())
+        clipped = p.grad.detach() * (most / own.clamp(min=1e-6))
+        p.grad.detach().copy_(torch.where(own < most, p.grad.detach(), clipped))
+        p.data.sub_(p.grad)
+    return [float(sum(p.grad.detach().sum(0).abs_().sum() for p in model.parameters()))]
+
+
 def penalties(model: Any) -> Numbers:
     old = [drawn(7, *p.shape) for p in model.parameters()]
     loss = model(drawn(0, 8, 8)).sum(1).mean()
@@ -149,6 +165,7 @@ def looked_at(model: Any) -> Numbers:
 
 SCRIPTS: tuple[Callable[[Any], Numbers], ...] = (
     rows, initialised, assigned, flat, sharpness_aware, momentum_teacher, masks, penalties, looked_at,
+    clipped_by_units,
 )  # fmt: skip
 
 

@@ -40,6 +40,16 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def settle(dtensor: DTensor) -> None:
+    """Have a DTensor that ranks hold terms of (the norm of pieces) be their sum, or norm, on each (runtime/writes.py).
+    Collective.
+    """
+    if any(placement.is_partial() for placement in dtensor.placements):
+        placements = [Replicate() if each.is_partial() else each for each in dtensor.placements]
+        whole: Any = dtensor.redistribute(placements=placements)
+        dtensor._local_tensor, dtensor._spec = whole._local_tensor, whole._spec
+
+
 def default_timeout_s(device: torch.device) -> float | None:
     """Seconds after which the default process group gives up a wait (runtime/comm.py); None where it does not say.
 
