@@ -24,6 +24,7 @@ from autopar.ir.sharding import Sharding, replicated
 from autopar.passes.placement.conceding import concessions, refusal
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.gathers import Blocked, blocked_operators
+from autopar.passes.placement.least import FREE, without_edges
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.passes.placement.unsplit import Unsplit
@@ -31,7 +32,7 @@ from autopar.passes.placement.variants import Variants
 from autopar.solver.problem import AssignmentProblem, Solution
 from autopar.solver.search import STANDING
 from autopar.solver.solve import solve
-from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.axis import AUTO, AxisStrategy
 from autopar.strategies.context import family_of
 from autopar.strategies.names import Pin
 
@@ -84,7 +85,7 @@ def place(
     hints = None if reasons else learnt
     if alike is not None:
         blocked = (
-            blocked_operators(program, strategies)
+            blocked_operators(program, strategies, None if hints is None else hints.facts)
             if hints is None or family_of(strategies) not in hints.conceded
             else ()
         )
@@ -110,6 +111,8 @@ def place(
     while True:
         program = replace(plain, notes=(*plain.notes, *conceded.notes))
         built = variants.problem(limit, conceded.gathered, conceded.whole)
+        if learnt is not None and gathered is None and not pins and all(each is AUTO for each in strategies):
+            learnt.facts[FREE] = without_edges(built)
         key = (tuple(strategies), limit, conceded)
         start = learnt.chosen.get(key) if learnt is not None else None
         given_s = time_limit_s or _seconds_for(built.problem) * (1.0 if start is None else AGAIN)

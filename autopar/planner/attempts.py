@@ -29,7 +29,8 @@ names do not know:
 
 5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is; of
    those that differ in how parameters are kept alone, no other where what the first does with values takes longer than
-   the best step, and at first with operators doing as the first's do: only what comes close is placed anew,
+   the best step, and at first with operators doing as the first's do: only what comes close is placed anew; none of
+   which `auto`'s own problem tells that it takes longer whatever is chosen (`passes/placement/least.py`),
 6. what splits the sequence by name, where the least it could take is less than the best step (and one of a family, as
    in 5; and no other way to meet in attention where what the first computes outside of it takes so long, or where
    something else there forbids the split), recomputing more where memory is what it lacks; if one wins, `auto` itself
@@ -318,6 +319,12 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
         family = family_of(strategies)
         if values.get(family, 0.0) > BEYOND * tried.step_s:
             logger.info("%s cannot win by how it keeps parameters", [each.name for each in strategies])
+            continue
+        like = programs.placed_by(modes[0], firsts[family]) if family in firsts else None
+        least = programs.least_named_s(modes[0], strategies, BEYOND * tried.step_s, like)
+        if max(least) > BEYOND * tried.step_s:
+            logger.info("%s takes %.3g s or more", [each.name for each in strategies], max(least))
+            values[family] = max(values.get(family, 0.0), least[0])
             continue
         if family in firsts and not (yield from _is_close(programs, strategies, firsts[family], modes[0], tried)):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,7 @@ from autopar.cost.fusion import FUSED, OPAQUE
 from autopar.cost.roofline import optimizer_time_s
 from autopar.ir.placement import Learnt
 from autopar.ir.program import Mode, Program
+from autopar.passes.placement.least import Least
 from autopar.planner.assembly import make_plan
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.axis import AxisStrategy
@@ -153,6 +155,20 @@ class Programs:
         if mode not in self._least_s:
             self._least_s[mode] = least_step_s(self.annotated(mode))
         return self._least_s[mode]
+
+    def least_named_s(
+        self, mode: Mode, strategies: tuple[AxisStrategy, ...], enough: float, like: Program | None = None
+    ) -> tuple[float, float]:
+        """As `Least.seconds`, once something was placed for `auto`; nothing where that cannot be had, or takes longer
+        than it saves.
+        """
+        if enough == math.inf or any(each.experts in ("whole", "exchange") for each in strategies):
+            return 0.0, 0.0
+        least = Least.of(self.annotated(mode), self.learnt(mode).facts)
+        try:
+            return (0.0, 0.0) if least is None else least.seconds(strategies, enough, like)
+        except AutoparError:  # the placement says the same
+            return 0.0, 0.0
 
     def _prepared(self, attempt: Attempt, passes: tuple[pipeline.Pass, ...], program: Program) -> Program:
         found, times = self._run(attempt, passes, program)

@@ -88,6 +88,13 @@ def propagate(alive: Sequence[BoolArray], edges: Sequence[Edge]) -> tuple[list[B
     return _split(flat, structure.base), None if empty < 0 else empty
 
 
+def narrow(structure: Sides, allowed: BoolArray, alive: BoolArray) -> int:
+    """Make `alive`, of all choices one after the other, arc consistent in place; returns the node that is left without
+    a choice, or -1. allowed: for each cell of the edges' matrices.
+    """
+    return int(_revise_all(structure, allowed, alive))
+
+
 def _starts(sizes: IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 

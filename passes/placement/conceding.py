@@ -44,7 +44,7 @@ def concessions(
     if known is not None and known != Conceded():
         yield known
     yield Conceded()
-    blocked = blocked_operators(program, strategies) if gathered is None else gathered
+    blocked = blocked_operators(program, strategies, variants.facts) if gathered is None else gathered
     at = tuple((each.region, each.node) for each in blocked)
     notes = notes_of(blocked)
     if blocked:
@@ -75,7 +75,7 @@ def refusal(
     """
     if not any(map(splits_sequence, strategies)):
         return None
-    most = _around(program, blocked_operators(program, strategies))
+    most = _around(program, blocked_operators(program, strategies, learnt.facts))
     built = build_problem(program, strategies, pins, None, gathered=most, excused=None, facts=learnt.facts)
     alive = [np.isfinite(node.costs) for node in built.problem.nodes]
     domains = propagate(alive, built.problem.edges)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -82,17 +83,29 @@ def _inside(strategy: AxisStrategy) -> frozenset[str]:
     return strategy.collectives if strategy.inside_blocks is None else strategy.inside_blocks
 
 
-def blocked_operators(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[Blocked, ...]:
-    """The operators of an annotated program that some axis which splits the batch cannot split, forward ones first."""
+def blocked_operators(
+    program: Program, strategies: Sequence[AxisStrategy], facts: dict[tuple[str, ...], Any] | None = None
+) -> tuple[Blocked, ...]:
+    """The operators of an annotated program that some axis which splits the batch cannot split, forward ones first.
+
+    facts: as of `build_problem`; strategies that do the same with values are asked once.
+    """
     found: dict[tuple[str, str], Blocked] = {}
     for axis in data_axes(program, strategies):
-        for region, node, received in _Walk(program, axis, strategies[axis]).blocked():
-            key = (region.name, node.name)
-            before = found[key].received if key in found else 0.0
-            needs = SEQUENCE if _is_sequence(strategies[axis]) else ROWS
-            if key in found and found[key].needs != needs:
+        strategy = strategies[axis]
+        key = ("blocked", str(axis), strategy.inputs, str("all_reduce" in _inside(strategy)))
+        walked = None if facts is None else facts.get(key)
+        if walked is None:
+            walked = list(_Walk(program, axis, strategy).blocked())
+            if facts is not None:
+                facts[key] = walked
+        for region, node, received in walked:
+            place = (region.name, node.name)
+            before = found[place].received if place in found else 0.0
+            needs = SEQUENCE if _is_sequence(strategy) else ROWS
+            if place in found and found[place].needs != needs:
                 needs = f"{ROWS} and {SEQUENCE}"
-            found[key] = _described(region, node, before + received, needs)
+            found[place] = _described(region, node, before + received, needs)
     return tuple(sorted(found.values(), key=lambda each: each.is_backward))
 
 

@@ -27,15 +27,18 @@ def narrowed(program: Program, model: Program) -> Program:
     return replace(program, regions=tuple(map(of_region, program.regions)))
 
 
-def _only(options: Options, chosen: NodeStrategy, axes: Sequence[int]) -> Options:
-    """axes: which of the options' are those of `chosen`."""
+def alike(strategies: Sequence[NodeStrategy], chosen: NodeStrategy, axes: Sequence[int]) -> list[int]:
+    """Which of an operator's strategies do as `chosen`. axes: which of theirs are those of `chosen`."""
 
     def kind(choices: Iterable[Choice]) -> list[tuple[object, ...]]:
         return [(choice.kind, choice.factor, choice.group) for choice in choices]
 
     wanted = kind(chosen.choices)
-    strategies = enumerate(options.strategies)
-    kept = [number for number, each in strategies if kind(each.choices[axis] for axis in axes) == wanted]
+    return [number for number, each in enumerate(strategies) if kind(each.choices[axis] for axis in axes) == wanted]
+
+
+def _only(options: Options, chosen: NodeStrategy, axes: Sequence[int]) -> Options:
+    kept = alike(options.strategies, chosen, axes)
     if not kept or len(kept) == len(options.strategies):
         return options
     return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))

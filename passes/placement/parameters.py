@@ -38,7 +38,7 @@ class Parameters(Parts):
         variables = [self.program.variable(name) for name in names]
         first = variables[0]
         uses = [key for key in members if key[0] == "slot"]
-        choices, unmet = self._parameter_choices(first, uses, names)
+        choices, unmet = self.ways_to_keep(root)
         reads = any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
         costs = [
             self._gather_seconds(first, choice, len(names), reads) + len(names) * self._update_seconds(first, choice)
@@ -71,10 +71,16 @@ class Parameters(Parts):
             gradient = self.columns["gradient", root] = Column(slot.gradient_layouts)
             self._edge(slot.gradient, gradient, index, Column(stored), first.seen, len(names), price=price)
 
+    def ways_to_keep(self, root: Key) -> tuple[list[ParameterChoice], list[frozenset[int]]]:
+        """The ways to keep a class's parameters; for each, the axes whose strategy asks for more than it gives."""
+        members = self.known.members[root]
+        names = [key[1] for key in members if key[0] == "var"]
+        uses = [key for key in members if key[0] == "slot"]
+        return self._parameter_choices(self.program.variable(names[0]), uses, names)
+
     def _parameter_choices(
         self, variable: Variable, uses: Sequence[Key], names: list[str]
     ) -> tuple[list[ParameterChoice], list[frozenset[int]]]:
-        """The ways to keep a parameter, and for each the axes whose strategy asks for more than it gives."""
         if not variable.is_parameter:
             whole = replicated(len(self.sizes))
             return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))], [frozenset()]

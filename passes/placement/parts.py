@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,21 @@ class Slot:
     unmet: list[frozenset[int]] = field(default_factory=list)
 
 
+class Link(NamedTuple):
+    """What lies between two nodes of a problem, also where nothing that may be moved there takes time: the layouts at
+    its ends, what is moved, how often, and by whose leave (`kinds_of`; empty: anyone's). region: where operators read.
+    """
+
+    u: int
+    sources: Column
+    v: int
+    targets: Column
+    type_: TensorType
+    times: float
+    leave: str
+    region: str
+
+
 class Parts:
     """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`; overlap_price,
     gathered, excused, facts: of `build_problem`.
@@ -64,10 +79,21 @@ class Parts:
         # So is what the first call gathers: nothing computes before it, nor after its backward has made its gradients.
         self.first_parameters = frozenset(program.calls[0].slots) if program.calls else frozenset[str]()
         self.sizes = tuple(mesh.sizes)
-        self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
-        self.slicing = Redistribution(mesh, [_with_slices(each) for each in strategies])
+        kinds = kinds_of(strategies)
+        # Of one token the bytes are nothing beside it: one gather may be worth more than a maximum and a sum.
+        latency = any(each.leaves_storage or each.attention == "keys" for each in strategies)
+        self.costs = Redistribution(mesh, kinds["anywhere"], latency)
+        self.block_costs = Redistribution(mesh, kinds["blocks"], latency)
+        self.slot_costs = Redistribution(mesh, kinds["slots"], latency)
+        self.attention_costs = Redistribution(mesh, kinds["attention"], latency)
+        self.slicing = Redistribution(mesh, kinds["beside"])
+        self.leaves = {
+            id(self.costs): "anywhere", id(self.block_costs): "blocks", id(self.slot_costs): "slots",
+            id(self.attention_costs): "attention", id(self.slicing): "beside",
+        }  # fmt: skip
         self.beside: dict[str, frozenset[str]] = {}
-        self.gathered, self.gathering = gathered, _with_gathers(mesh, strategies)
+        self.gathered = gathered
+        self.gathering = Redistribution(mesh, with_gathers(strategies), latency=False)
         self.excused = excused
         self.of_experts, self.laying = OfExperts(program), _with_experts(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
@@ -78,6 +104,7 @@ class Parts:
         self.timeline: Timeline = self._fact(("timeline",), lambda: Timeline.of(program))
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
+        self.links: list[Link] = []
         self.descriptions: list[str] = []
         self.operators: dict[tuple[str, str], tuple[int, Sequence[NodeStrategy]]] = {}
         self.classes: dict[Key, tuple[int, list[Sharding]]] = {}
@@ -117,8 +144,11 @@ class Parts:
         times: float,
         costs: Redistribution | None = None,
         price: float = 1.0,
+        region: str = "",
     ) -> None:
         """costs: what the moves between the two may be; None: anything, in buckets. price: what a second counts."""
+        leave = self.leaves.get(id(costs), "")
+        self.links.append(Link(u, sources, v, targets, type_, times, leave, region))
         matrix = (costs or self.bucketed).costing(type_, sources.distinct, targets.distinct, free=costs is None)
         if matrix is not None:
             seconds = matrix * times
@@ -201,25 +231,21 @@ def _kept_views(region: Region) -> list[fx.Node]:
     return [node for node in views if is_view(node) and not late.isdisjoint(node.users)]
 
 
-def _redistributions(
-    mesh: Mesh, strategies: Sequence[AxisStrategy]
-) -> tuple[Redistribution, Redistribution, Redistribution, Redistribution]:
-    """Costs of moves outside of repeated blocks, inside, of parameters from what is gathered to what is read, and of
-    what attention reads and gives inside blocks.
+def kinds_of(strategies: Sequence[AxisStrategy]) -> dict[str, list[frozenset[str]]]:
+    """What each axis may do to values: outside of repeated blocks (anywhere), inside them (blocks), to what attention
+    reads and gives there, to values that stand beside others, and to parameters from what is gathered to what is read
+    (slots).
     """
     everywhere = [strategy.collectives for strategy in strategies]
     inside = [s.collectives if s.inside_blocks is None else s.inside_blocks for s in strategies]
-    # What is gathered is the parameter's own choice, which counts the memory of it.
-    slots = [s.collectives if s.grid else frozenset({"slice"}) for s in strategies]
-    # Of one token the bytes are nothing beside it: one gather may be worth more than a maximum and a sum.
-    latency = any(each.leaves_storage or each.attention == "keys" for each in strategies)
-    around = [own | s.around_attention for own, s in zip(inside, strategies, strict=True)]
-    return (
-        Redistribution(mesh, everywhere, latency),
-        Redistribution(mesh, inside, latency),
-        Redistribution(mesh, slots, latency),
-        Redistribution(mesh, around, latency),
-    )
+    return {
+        "anywhere": everywhere,
+        "blocks": inside,
+        # What is gathered is the parameter's own choice, which counts the memory of it.
+        "slots": [s.collectives if s.grid else frozenset({"slice"}) for s in strategies],
+        "attention": [own | s.around_attention for own, s in zip(inside, strategies, strict=True)],
+        "beside": [_with_slices(each) for each in strategies],
+    }
 
 
 def _with_slices(strategy: AxisStrategy) -> frozenset[str]:
@@ -244,12 +270,11 @@ def values_beside(region: Region) -> frozenset[str]:
     return frozenset(found)
 
 
-def _with_gathers(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribution:
-    """Costs of moves of what an operator reads that cannot be split: axes that split the batch may gather it."""
-    kinds = [
+def with_gathers(strategies: Sequence[AxisStrategy]) -> list[frozenset[str]]:
+    """What each axis may do to what an operator reads that cannot be split: those that split the batch may gather."""
+    return [
         s.collectives | {"all_gather", "reduce_scatter"} if s.inputs == "batch" else s.collectives for s in strategies
     ]
-    return Redistribution(mesh, kinds, latency=False)
 
 
 def _with_experts(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribution | None:

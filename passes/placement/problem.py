@@ -37,7 +37,7 @@ from autopar.passes.placement.columns import Column
 from autopar.passes.placement.context import allowed, require_attention, values_of_attention
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.parameters import Parameters
-from autopar.passes.placement.parts import Slot, values_beside
+from autopar.passes.placement.parts import Link, Slot, values_beside
 from autopar.passes.placement.timeline import Lifetime, Timeline
 from autopar.passes.placement.values import ValueClasses
 from autopar.solver.problem import AssignmentProblem, Usage
@@ -51,7 +51,7 @@ class PlacementProblem:
 
     operators: (region, node) -> (problem node, its strategies); classes: class key -> (problem node, its layouts);
     slots: class key -> Slot; relays: (region, value) -> (problem node, its layouts). descriptions: of the problem's
-    nodes, for people.
+    nodes, for people. links: what lies between nodes, whether or not it costs anything.
     """
 
     problem: AssignmentProblem
@@ -62,6 +62,7 @@ class PlacementProblem:
     value_classes: Classes
     timeline: Timeline
     descriptions: list[str]
+    links: Sequence[Link]
 
 
 def build_problem(
@@ -93,6 +94,26 @@ def build_problem(
     return builder.build(memory_limit_bytes)
 
 
+def choices_within(
+    built: PlacementProblem, program: Program, strategies: Sequence[AxisStrategy], facts: dict[tuple[str, ...], Any]
+) -> list[np.ndarray]:
+    """For each node of a program's problem in which all is left to the solver, which of its choices may be had under
+    other strategies: of values between calls and of parameters, any of which may stay whole; of all else all.
+
+    Raises:
+        AutoparError: as `build_problem`.
+    """
+    builder = _Builder(program, program.on_mesh, strategies, (), excused=None, facts=facts)
+    found = [np.ones(len(node.costs), dtype=bool) for node in built.problem.nodes]
+    for root, (index, layouts) in built.classes.items():
+        kept = frozenset(builder.layouts_within(root, layouts))
+        found[index] = np.array([layout in kept for layout in layouts])
+    for root, slot in built.slots.items():
+        ways = frozenset(builder.ways_to_keep(root)[0])
+        found[slot.node] = np.array([choice in ways for choice in slot.choices])
+    return found
+
+
 class _Builder(ValueClasses, Parameters):
     def build(self, memory_limit_bytes: float | None) -> PlacementProblem:
         self._add_classes()
@@ -108,8 +129,9 @@ class _Builder(ValueClasses, Parameters):
         limit = memory_limit_bytes
         problem = AssignmentProblem(tuple(self.nodes), tuple(self.edges), limit)
         return PlacementProblem(
-            problem, self.operators, self.classes, self.slots, self.relays, self.known, self.timeline, self.descriptions
-        )
+            problem, self.operators, self.classes, self.slots, self.relays, self.known, self.timeline,
+            self.descriptions, self.links,
+        )  # fmt: skip
 
     def _add_operator(self, region: Region, node: fx.Node, times: int, copies: float) -> None:
         """times: how often a step runs it; copies: how many of a value that its backward reads are held at once."""
@@ -227,7 +249,9 @@ class _Builder(ValueClasses, Parameters):
             self.nodes[index] = replace(node, costs=node.costs + costs)
             return
         maker, layouts = self._relay(region, source, type_, times) or self._maker(region, source)
-        self._edge(maker, layouts, index, wanted, type_, times, moves or self._costs_of(region, source))
+        self._edge(
+            maker, layouts, index, wanted, type_, times, moves or self._costs_of(region, source), region=region.name
+        )
 
     def _costs_of(self, region: Region, source: fx.Node) -> Redistribution:
         """What it costs to move a value that a region reads."""
@@ -269,7 +293,7 @@ class _Builder(ValueClasses, Parameters):
         self.relays[key] = (index, layouts)
         maker, made = self._maker(region, source)
         moves = self.gathering if key in self.gathered_values else self._costs_of(region, source)
-        self._edge(maker, made, index, column, type_, times, moves)
+        self._edge(maker, made, index, column, type_, times, moves, region=region.name)
         return index, column
 
     def _has_relay(self, region: Region, producer: fx.Node, index: int) -> bool:

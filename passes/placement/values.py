@@ -43,6 +43,12 @@ class ValueClasses(Parts):
             index = self._node(name, [0.0] * len(layouts), usages, self._describe_class(members, type_))
             self.classes[root] = (index, layouts)
 
+    def layouts_within(self, root: Key, layouts: list[Sharding]) -> list[Sharding]:
+        """Those of a class's layouts that strategies allow."""
+        members = self.known.members[root]
+        port = next(key for key in members if key[0] in ("in", "out", "gin", "gout"))
+        return self._allowed_layouts(members, self._port_type(port)[1], layouts, self.program.states)
+
     def _again(self) -> list[int]:
         """The axes that may cut again what earlier ones have cut, as `annotate` has them do within operators."""
         is_zigzag = [name in self.program.zigzag for name in self.mesh.axis_names]

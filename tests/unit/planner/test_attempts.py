@@ -71,6 +71,7 @@ class Scripted:
     made: list[Attempt] = field(default_factory=list)
     traced: Any = None
     first: Any = None
+    named: Callable[[tuple[str, ...]], tuple[float, float]] = lambda _: (0.0, 0.0)
 
     @property
     def asked(self) -> Attempt:
@@ -89,6 +90,9 @@ class Scripted:
 
     def placed_by(self, mode: Mode, strategies: object) -> Any:
         return self.first
+
+    def least_named_s(self, mode: Mode, strategies: Any, enough: float, like: object) -> tuple[float, float]:
+        return self.named(tuple(each.name for each in strategies))
 
     def least_s(self, mode: Mode) -> float:
         return self.least.get(mode, 0.0)
@@ -290,6 +294,18 @@ def test_a_family_whose_values_alone_take_too_long_is_tried_once() -> None:
     )
     run(programs)
     assert placed_by(programs) == [("ddp", "ddp"), ("ddp", "tensor"), ("ddp", "tensor+sequence")]
+
+
+def test_names_that_take_too_long_at_least_are_not_placed() -> None:
+    """Breaks if a name is placed that takes longer than the best step whatever is chosen; or if one is left out that
+    takes as long only by what may run beside each other, or whose family's first alone takes too long by its transfers.
+    """
+    long = BEYOND * 2.0 + 0.1
+    least = {("ddp", "ddp"): (0.5, long), ("ddp", "tensor"): (long, 0.0), ("ddp", "tensor+sequence"): (2.2, 2.2)}
+    programs = Scripted(lambda attempt: plan(2.0), named=lambda names: least.get(names, (0.0, 0.0)))
+    run(programs)
+    assert ("zero2", "zero2") in placed_by(programs) and ("ddp", "tensor+sequence") in placed_by(programs)
+    assert not {("ddp", "ddp"), ("ddp", "tensor"), ("zero3", "tensor")} & {*placed_by(programs)}
 
 
 def test_a_family_that_may_win_by_how_it_keeps_parameters_is_tried_whole() -> None:
