@@ -12,8 +12,8 @@
         rows = rows[:capacity]
 
 Sizes that Python asks for are `Count`s (`row_counts.py`), so it is told what is done with them: fractions of them are
-numbers that are read of the mask (`read_numbers.py`). `len()`, `int()` and `math.sqrt()` make plain numbers: what they
-are used for is read off the source, and refused where that does not say it. What comes of
+numbers that are read of the mask (`read_numbers.py`). `int()` and `math.sqrt()` make plain numbers: what they are used
+for is read off the source, and refused where that does not say it. What comes of
 what is left out is read off the source and off the graph (`no_rows.py`). A round of a loop over what is marked
 (`chosen_loops.py`) always has rows.
 """
@@ -21,12 +21,14 @@ what is left out is read off the source and off the graph (`no_rows.py`). A roun
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import logging
 import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -112,10 +114,11 @@ class CountedRows(TorchFunctionMode):
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             self._is_on = True
-            try:
-                found = forward(*args, **kwargs)
-            finally:
-                self._is_on = False
+            with self._len_is_counted():
+                try:
+                    found = forward(*args, **kwargs)
+                finally:
+                    self._is_on = False
             regions = nodes_left([left.region for left in self._left])
             for left, own in zip(self._left, regions, strict=True):
                 sizes = sizes_behind(own, {}, with_numbers=False)
@@ -124,6 +127,20 @@ class CountedRows(TorchFunctionMode):
             return self._handed_out(found)
 
         return run
+
+    @contextmanager
+    def _len_is_counted(self) -> Iterator[None]:
+        """`len(rows)` is as `rows.shape[0]`: torch has its own `max`, `min` and `math.pow` while it exports, too."""
+        before = builtins.len
+
+        def counted(of: Any, /) -> Any:
+            return self._count(of.size(0)) if isinstance(of, Tensor) and of.dim() else before(of)
+
+        builtins.len = counted
+        try:
+            yield
+        finally:
+            builtins.len = before
 
     def _handed_out(self, results: Any) -> Any:
         """What forward returns, with numbers that are read in place of those of rows."""
@@ -325,8 +342,8 @@ def _refused(line: str) -> AutoparError:
     return AutoparError(
         "forward() asks how many rows a mask chooses, and may do otherwise for other numbers, which values say",
         where=line,
-        remedy="do the same for any number of rows: sums over rows, and numbers from mask.sum(); whether there are any "
-        "may be asked by rows.shape[0] == 0, of which more can be told than of len(rows)",
+        remedy="do the same for any number of rows: sums over rows, fractions of their number (n / 2, max(n, 1)), "
+        "numbers from mask.sum(); whether there are any may be asked, n == 0",
     )
 
 

@@ -123,7 +123,7 @@ def _means_by_number(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
     loss = x.sum() * 0
     for number, expert in enumerate(model.experts):
         rows = x[chosen == number]
-        loss = loss + expert(rows).square().sum() / max(len(rows), 1)
+        loss = loss + expert(rows).square().sum() / max(int(rows.shape[0]), 1)
     return loss
 
 
@@ -178,13 +178,13 @@ def _looks_up(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
 def _of_a_share(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
     kept = 4
     kept = kept + 1
-    share = kept / len(x[chosen == 0])
+    share = kept / int(x[chosen == 0].shape[0])
     return x.sum() if share > 2 else x.mean()
 
 
 def _of_three_at_least(model: Chooses, x: Tensor, chosen: Tensor) -> Tensor:
     rows = x[chosen == 0]
-    return model.experts[0](rows).sum() / max(len(rows), 3)
+    return model.experts[0](rows).sum() / max(int(rows.shape[0]), 3)
 
 
 def _program_and_eager(how: Callable[..., Tensor], empty: bool) -> tuple[Tensor, Tensor, tuple[str, ...]]:
