@@ -103,6 +103,11 @@ def capture(
                     remedy="draw with torch (torch.rand, torch.randn, …), or outside of forward(), and pass the "
                     "numbers in",
                 )
+            if chosen.numbers and not say_the_same(program, trace(Chosen(FIRST))):
+                raise AutoparError(
+                    f"{type(model).__name__} returns a number of Python's in forward() that is another one each time",
+                    remedy="return a tensor, or take the number (a time, a counter) outside of forward()",
+                )
             if chosen.used and not say_the_same(program, trace(Chosen(SECOND))):
                 raise AutoparError(
                     f"{type(model).__name__} asks in forward() how many rows a mask chooses, which values say",
@@ -194,7 +199,7 @@ def _whole(
         clone = traced_copy(model, precision, mode)
         counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone)
         clone.forward = kept.within(counted.within(clone.forward))
-        clone.forward = _given(known, usual.guarding(clone))
+        clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Ragged(numbers).within(clone.forward)
         modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual))
         try:
@@ -217,14 +222,25 @@ def _whole(
     return replace(program, by_value=tuple(sorted(known.decided)), notes=(*program.notes, *notes, *kept.notes))
 
 
-def _given(known: ByValue, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that tells which tensors its inputs are."""
+def _given(known: ByValue, chosen: Chosen, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that tells which tensors its inputs are.
+
+    Raises:
+        AutoparError: it returns a number of values that are known: where they are not, it is read.
+    """
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         for name, leaf in compat.tree_leaves_with_path(kwargs):
             known.give(name, leaf)
-        return forward(*args, **kwargs)
+        chosen.numbers = False
+        found = forward(*args, **kwargs)
+        if chosen.numbers and known.decided:
+            raise AutoparError(
+                "forward() returns a number that values of its inputs say, neither a tensor nor a text",
+                remedy="return it as a tensor (mask.sum(), without .item())",
+            )
+        return found
 
     return run
 

@@ -52,11 +52,13 @@ def _(rows: Tensor, mask: Tensor) -> Tensor:
 
 
 class Chosen(TorchFunctionMode):
-    """While a model is traced: masks that nobody knows choose rows. used: whether one did."""
+    """While a model is traced: masks that nobody knows choose rows. used: whether one did. numbers: whether forward
+    returns some of Python's own.
+    """
 
     def __init__(self, first: int = FIRST) -> None:
         super().__init__()
-        self.used = False
+        self.used = self.numbers = False
         self._next = first
         self._calls = 0
         self._said = Said()

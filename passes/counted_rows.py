@@ -105,7 +105,7 @@ class CountedRows(TorchFunctionMode):
         super().__init__()
         self.chosen, self.numbers, self.usual = chosen, numbers, usual
         self._left: list[_Left] = []
-        self._plain: dict[int, Count] = {}
+        self._plain: dict[int | float, Count] = {}
         self._is_on = False
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,13 +143,18 @@ class CountedRows(TorchFunctionMode):
             builtins.len = before
 
     def _handed_out(self, results: Any) -> Any:
-        """What forward returns, with numbers that are read in place of those of rows."""
+        """What forward returns, with numbers that are read in place of those of rows, and of Python's own."""
 
         def read(leaf: Any) -> Any:
-            count = leaf if type(leaf) is Count else self._plain.get(leaf) if type(leaf) in (int, float) else None
-            if count is None:
+            if type(leaf) is Count:
+                return self.read(leaf)
+            if type(leaf) not in (int, float) or self.numbers.is_made_plain(leaf):
                 return leaf
-            return self.read(count) * 1.0 if type(leaf) is float else self.read(count)
+            wide = torch.float64 if type(leaf) is float else torch.int64
+            if (count := self._plain.get(leaf)) is not None:
+                return self.number(count.said().to(wide))
+            self.chosen.numbers = True
+            return self.number(torch.scalar_tensor(leaf, dtype=wide))
 
         leaves, spec = compat.tree_flatten(results)
         return compat.tree_unflatten([read(leaf) for leaf in leaves], spec)

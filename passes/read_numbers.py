@@ -138,6 +138,10 @@ class Numbers(TorchFunctionMode):
         self._plain[id(number)] = number, value
         return number
 
+    def is_made_plain(self, value: int | float) -> bool:
+        """Whether a number is one that `float(x)` or `int(x)` gave."""
+        return self._made_plain(value) is not None
+
     def _made_plain(self, value: Any) -> Tensor | None:
         held = self._plain.get(id(value))
         return held[1] if held is not None and held[0] is value else None

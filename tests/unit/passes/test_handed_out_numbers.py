@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,11 @@ def _percent(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
     return loss, 100.0 * ((logits.argmax(-1) == y).sum().item() / y.shape[0]) + 0.5
 
 
+def _of_python(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
+    sizes = {"rows": len(y), "all": logits.shape[0] * logits.shape[1], "half": y.shape[0] * 0.5, "none": 0.0}
+    return {"loss": loss, "labels": (y != 2).sum().item(), **sizes}
+
+
 def _float_and_int(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
     found = logits.argmax(-1) == y
     hits = int(found.sum())
@@ -59,7 +65,7 @@ def _batch(rows: int = ROWS) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 3), "y": torch.randint(0, CLASSES, (rows,))}
 
 
-HOWS = [_item, _hits_of_rows, _percent, _float_and_int, _predictions]
+HOWS = [_item, _hits_of_rows, _percent, _of_python, _float_and_int, _predictions]
 
 
 @pytest.mark.moderate
@@ -77,6 +83,7 @@ def test_numbers_come_out_as_numbers(how: Callable[..., Any]) -> None:
     """Breaks if a tensor comes back for a number, or the structure that a plan's file has is another one."""
     model, batch = Classifies(how), _batch()
     program = capture(model, batch)
+    assert not program.by_value  # labels decide nothing
     outputs, _ = interpret.run(program, interpret.state_of(model, program), interpret.input_tensors(program, batch))
     spec = load_treespec(dump_treespec(program.output_spec))
     found = tree_unflatten([outputs[i] for i in program.output_leaves if isinstance(i, int)], spec)
@@ -127,3 +134,13 @@ def test_many_numbers_are_refused() -> None:
     """Breaks if a program has an output for every token."""
     with pytest.raises(AutoparError, match=r"returns 65 numbers .*: a program returns 64 at most.*\.detach\(\)"):
         capture(Classifies(_predictions), _batch(rows=65))
+
+
+def _a_time(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
+    return {"loss": loss, "time": time.perf_counter()}
+
+
+def test_a_number_of_each_call_is_refused() -> None:
+    """Breaks if a time, or a counter, comes back as it was when the program was made."""
+    with pytest.raises(AutoparError, match="another one each time"):
+        capture(Classifies(_a_time), _batch())
