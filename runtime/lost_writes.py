@@ -2,12 +2,14 @@
 
     weight[3].fill_(1)               a method writes back into the pieces (`writes.py`)
     torch.Tensor.fill_(weight[3], 1) a function writes to the copy alone: told at the next forward, with its line
+    model.state_dict()["w"][3].fill_(1), rows.mul_(2)           a view of the whole tensor, which is a copy: likewise
 
 torch counts no versions of a DTensor's pieces, so a copy's values are kept, and looked at when nobody has it any more.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from pathlib import Path
@@ -24,7 +26,14 @@ MOST_WAITING = 64
 """Copies that nobody has any more, and that wait to be looked at: on CUDA each look waits for the device."""
 _NOT_SCRIPTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), weakref.__file__, "<")
 _waiting: list[tuple[_Watched, str]] = []
-_lost: list[str] = []
+_lost: list[tuple[str, str]] = []
+_views: dict[int, tuple[Tensor, int, str]] = {}
+_numbers = itertools.count()
+_OF_PARTS = "Use the method (weight[3].fill_(x), weight[3] = x), or hand the whole tensor to the function"
+_OF_STATES = (
+    'Write to the tensor itself (state["w"][3] = x, state["w"].copy_(x)), or to a part of the parameter '
+    '(model.get_parameter("w")[3].fill_(x))'
+)
 
 
 class _Watched:
@@ -63,6 +72,29 @@ def written_back(part: DTensor) -> None:
         watched.before = watched.local.clone()
 
 
+def watch_view(view: Tensor, base: Tensor) -> None:
+    """Tell of writes to a view of a whole tensor that stands for one that lies in pieces."""
+    if not base.is_inference():
+        number = next(_numbers)
+        _views[number] = base, base._version, _line()
+        weakref.finalize(view, _look_at_view, number).atexit = False
+
+
+def _look_at_view(number: int) -> None:
+    """It is gone."""
+    if number in _views:
+        base, version, where = _views.pop(number)
+        if base._version != version:
+            _lost.append((where, _OF_STATES))
+
+
+def _look_at_views() -> None:
+    """Those that somebody has, too."""
+    for number, (base, version, _) in list(_views.items()):
+        if base._version != version:
+            _look_at_view(number)
+
+
 def _is_gone(watched: _Watched) -> None:
     _waiting.append((watched, _line()))
     if watched.local.device.type == "cpu" or len(_waiting) > MOST_WAITING:
@@ -73,7 +105,7 @@ def _look() -> None:
     while _waiting:
         watched, where = _waiting.pop()
         if watched.is_other():
-            _lost.append(where)
+            _lost.append((where, _OF_PARTS))
 
 
 def _line() -> str:
@@ -87,11 +119,12 @@ def _line() -> str:
 def check() -> None:
     """Raises an AutoparError, once, where something was written to a copy and is lost."""
     _look()
+    _look_at_views()
     if not _lost:
         return
-    where, _lost[:] = _lost[0], []
+    (where, remedy), _lost[:] = _lost[0], []
     raise AutoparError(
         "a function wrote into a part of a tensor that lies in pieces: it got a copy, and the tensor is as it was",
         where=where or None,
-        remedy="Use the method (weight[3].fill_(x), weight[3] = x), or hand the whole tensor to the function",
+        remedy=remedy,
     )

@@ -119,6 +119,7 @@ class SeenWhole(DTensor):
         for x, value in taken.written(name, args, kwargs):
             with torch.no_grad():
                 local_tensor(x).copy_(_cut(to_slots(value, x), x.device_mesh, x.placements))
+        taken.watch(found)
         return tree_map(taken.back, found)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

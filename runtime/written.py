@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.base.torch_compat.distributed import local_tensor, tree_leaves, tree_map
+from autopar.base.torch_compat.distributed import local_tensor, storage_key, tree_leaves, tree_map
+from autopar.runtime import lost_writes
 
 IN_PLACE = frozenset({"__iadd__", "__imul__", "__isub__", "__itruediv__", "__ipow__", "__setitem__"})
 """Beside the functions whose names end with an underscore."""
@@ -83,6 +84,14 @@ class Taken:
         for x, value, version in self._known.values():
             if _version(value) != version or (value.is_inference() and any(each is value for each in named)):
                 yield x, value
+
+    def watch(self, found: Any) -> None:
+        """Tell of writes to what a function gave that lies in the memory of a whole tensor: nobody keeps that."""
+        known = {storage_key(value): value for _, value, _ in self._known.values()}
+        for each in tree_leaves(found) if known else ():
+            value = known.get(storage_key(each)) if type(each) is Tensor else None
+            if value is not None and each is not value:
+                lost_writes.watch_view(each, value)
 
     def back(self, value: Any) -> Any:
         """The tensor that a whole one stood for, where a function gives back what it was given."""

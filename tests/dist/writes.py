@@ -219,10 +219,19 @@ def by_functions() -> list[str]:
         rows.mul_(2).add_(1)
         torch.Tensor.mul_(weight, 0.5)
         float(torch.relu(weight[5]).sum())
+        state = model.state_dict()["0.weight"]
+        state.T.square().add_(1)
+        state[3] = 0.25
 
+    def of_states() -> None:
+        held.append(model.state_dict()["0.weight"][1:3])
+        held[0].T.zero_()
+
+    held: list[Tensor] = []
     writes = (
         lambda: torch.Tensor.fill_(weight[3], 0.5), lambda: torch.relu_(weight.data[20]),
-        lambda: torch.Tensor.add_(weight[10:13], 1.0), lambda: torch.fill_(weight.view(-1)[5:9].detach(), 0.5), kept,
+        lambda: torch.Tensor.add_(weight[10:13], 1.0), lambda: torch.fill_(weight.view(-1)[5:9].detach(), 0.5),
+        lambda: model.state_dict()["0.weight"].view(-1).mul_(2), of_states, kept,
     )  # fmt: skip
     found = []
     for write in writes:
