@@ -116,7 +116,7 @@ def test_a_token_is_what_the_text_says_bit_by_bit() -> None:
 def test_parameters_that_are_others_are_seen() -> None:
     """Breaks if a parameter, its memory, or how an input lies, is still what it was where it was written down."""
     torch.manual_seed(0)
-    source = _of("""z = x @ state["w"].t()""", "return (z.contiguous() * y, z), ()")
+    source = _of("""z = x @ state["w"].t() + state["w"][0].exp()""", "return (z.contiguous() * y, z), ()")
     run, replay, state = _run(source), Replay(source, "a test"), {"w": torch.randn(4, 4)}
 
     def check(inputs: dict[str, Tensor]) -> None:
@@ -150,6 +150,7 @@ def test_parameters_that_are_others_are_seen() -> None:
         ("z = y.flatten().tolist()", "return (x * z[0],), ()"),
         ("z = torch.nonzero(y > 0)", "return (x + z.shape[0],), ()"),
         ("return (x + torch.rand_like(y),), ()",),
+        ("return (torch.dropout(x, 0.5, True) + y,), ()",),
         ("state['w'].add_(1)", "return (x + state['w'],), ()"),
         ("return (x, x + y), ()", "print(x)"),
         ("global N", "N = 1", "return (x + N,), ()"),
