@@ -73,6 +73,14 @@ class Calls:
         if len(set(lie)) < len(lie) or not {storage_id(x) for x in state.values()}.isdisjoint(lie):
             self.goes_by("memory that is handed in twice")
 
+    def layout(self, number: int) -> Layout:
+        """Where in its memory a value lies, and as what: offset, shape, strides, dtype, and more."""
+        return self._layouts[number]
+
+    def storage(self, number: int) -> int:
+        """The memory that a value lies in."""
+        return self._storage[number]
+
     def mark(self) -> tuple[int, int, str]:
         """How much was told."""
         return len(self._calls), len(self._storage), self.why
@@ -117,21 +125,23 @@ class Calls:
         number = self._known(x)
         return Ref(self._hold(x) if number is None else number)
 
-    def needed(self, outputs: Sequence[Ref]) -> list[Call]:
-        """The calls that these outputs need, or whoever is sent to, in order."""
+    def needed(self, outputs: Sequence[Ref], at_once: bool = True) -> list[Call]:
+        """The calls that these outputs need, or whoever is sent to, in order. at_once: parts of parts are taken of the
+        whole, whatever a compiler would make of each.
+        """
         values = {ref.number for ref in outputs}
         written = {storage for call in self._calls for storage in call.writes}
         written |= {self._storage[number] for number in values}
         storages = {self._storage[number] for number in (*values, *self.inputs)}
         found: list[Call] = []
-        for call in reversed([*self._once(frozenset(written), frozenset(values))]):
+        for call in reversed([*self._once(frozenset(written), frozenset(values), at_once)]):
             if call.is_sent or call.writes & storages or not values.isdisjoint(call.outs):
                 found.append(call)
                 values.update(call.refs)
                 storages.update(self._storage[number] for number in (*call.refs, *call.outs))
         return found[::-1]
 
-    def _once(self, written: frozenset[int], outputs: frozenset[int]) -> Iterator[Call]:
+    def _once(self, written: frozenset[int], outputs: frozenset[int], at_once: bool) -> Iterator[Call]:
         """The calls without those that give what is known: what an equal one gave before, or what never changes, which
         is held: nobody writes into it, nor is it handed out. And the same part of the same memory, whoever writes.
         """
@@ -141,14 +151,14 @@ class Calls:
         fixed, of_state = set(self.held), set(self._state)
         views: set[int] = set()
         for each in self._calls:
-            call = _moved(each, instead)
+            call = moved(each, instead)
             if (root := self._root(call)) is not None and outputs.isdisjoint(call.outs):
                 (number,) = call.outs
                 if self._part(number) in parts:
                     instead[number] = parts[self._part(number)]
                     continue
                 views.add(number)
-                call = self._at_once(call, root) if not views.isdisjoint(call.refs) else call
+                call = self._at_once(call, root) if at_once and not views.isdisjoint(call.refs) else call
             around = {self._storage[number] for number in (*call.refs, *call.outs)}
             key = f"{id(call.function)} {_key_of(call.args)} {_key_of(call.kwargs)}"
             if call.is_sent or not call.made or around & written:
@@ -249,20 +259,20 @@ class Calls:
         return {name: self._with_refs(each, refs) for name, each in x.items()} if type(x) is dict else x
 
 
-def _moved(call: Call, instead: Mapping[int, int]) -> Call:
-    """The call with other values in the place of some."""
+def moved(call: Call, instead: Mapping[int, int]) -> Call:
+    """The call with other values in the place of some that it is given."""
     if instead.keys().isdisjoint(call.refs):
         return call
 
-    def moved(x: Any) -> Any:
+    def with_others(x: Any) -> Any:
         if isinstance(x, Ref):
             return Ref(instead.get(x.number, x.number))
         if type(x) in (tuple, list):
-            return type(x)(map(moved, x))
-        return {name: moved(each) for name, each in x.items()} if type(x) is dict else x
+            return type(x)(map(with_others, x))
+        return {name: with_others(each) for name, each in x.items()} if type(x) is dict else x
 
     refs = tuple(instead.get(number, number) for number in call.refs)
-    return replace(call, args=moved(call.args), kwargs=moved(call.kwargs), refs=refs)
+    return replace(call, args=with_others(call.args), kwargs=with_others(call.kwargs), refs=refs)
 
 
 def _key_of(x: Any) -> str:
@@ -280,22 +290,22 @@ def _key_of(x: Any) -> str:
 
 
 class Text:
-    """Calls as the text of a function. namespace: what it names."""
+    """Calls as the text of a function of some values. held: values that it has by itself. namespace: what it names."""
 
-    def __init__(self, calls: Calls, inputs: Sequence[str]) -> None:
+    def __init__(self, parameters: Sequence[int], held: Mapping[int, Tensor], said: Sequence[str] = ()) -> None:
         self.namespace: dict[str, Any] = {}
-        self._calls = calls
-        self._names = {number: f"i{place}" for place, number in enumerate(calls.inputs)}
-        self._names |= {number: f"c{number}" for number in calls.held}
+        self._parameters, self._held, self._said = parameters, held, said
+        self._names = {number: f"i{place}" for place, number in enumerate(parameters)}
+        self._names |= {number: f"c{number}" for number in held}
         self._functions: dict[int, str] = {}
-        self._said = [f"# i{place}: {name}" for place, name in enumerate(inputs)]
 
     def of(self, calls: Sequence[Call], outputs: Sequence[Ref]) -> str:
-        """The function `forward` of the inputs that gives these outputs. Each value is let go behind its last use."""
+        """The function `forward` that gives these outputs. Each value is let go behind its last use."""
         self._names |= {number: f"v{number}" for call in calls for number in call.made}
         last = {number: place for place, call in enumerate(calls) for number in (*call.refs, *call.outs)}
-        stays = {ref.number for ref in outputs} | {*self._calls.inputs, *self._calls.held}
-        lines = [*self._said, f"def forward({', '.join(f'i{place}' for place, _ in enumerate(self._calls.inputs))}):"]
+        stays = {ref.number for ref in outputs} | {*self._parameters, *self._held}
+        lines = [f"# i{place}: {name}" for place, name in enumerate(self._said)]
+        lines.append(f"def forward({', '.join(f'i{place}' for place, _ in enumerate(self._parameters))}):")
         for place, call in enumerate(calls):
             if call.at is not None:
                 lines.append(f"    {self._object(call.at[0])}({call.at[1]!r})")
@@ -316,8 +326,8 @@ class Text:
     def _text(self, x: Any) -> str:
         if isinstance(x, Ref):
             name = self._names[x.number]
-            if x.number in self._calls.held:
-                self.namespace[name] = self._calls.held[x.number]
+            if x.number in self._held:
+                self.namespace[name] = self._held[x.number]
             return name
         if isinstance(x, slice):
             return f"slice({', '.join(map(self._text, (x.start, x.stop, x.step)))})"
@@ -332,7 +342,7 @@ class Text:
     def _object(self, x: Any) -> str:
         if id(x) not in self._functions:
             word = str(getattr(x, "__name__", "") or type(x).__name__).replace(".", "_").lstrip("_")
-            is_free = word.isidentifier() and not iskeyword(word) and word not in (*self.namespace, "slice")
+            is_free = word.isidentifier() and not iskeyword(word) and word not in (*self.namespace, "slice", "forward")
             name = word if is_free else f"{word}_{len(self._functions)}"
             name = name if name.isidentifier() else f"k{len(self._functions)}"
             self._functions[id(x)] = name

@@ -40,21 +40,26 @@ def compile_regions(namespace: dict[str, Any], filename: str, backend: bool | st
     Raises:
         AutoparError: no backend of that name.
     """
-    name = backend if isinstance(backend, str) else "inductor"
-    try:
-        compiler = lookup_backend(name)
-    except Exception as error:
-        raise AutoparError(
-            f"torch.compile has no backend {name!r}",
-            values=str(error).splitlines()[0],
-            remedy="choose one of torch.compiler.list_backends()",
-        ) from error
+    compiler = compiler_of(backend)
     own = {key: function for key, function in namespace.items() if _is_region(key, function)}
     is_inference = all(key.endswith(_PHASES[0]) for key in own)
     for key, function in own.items():
         region = _Region(key, function, compiler, filename).wrapped()
         is_recorded = is_inference and is_straight(function)
         namespace[key] = _recorded(key, function, compiler, filename, region) if is_recorded else region
+
+
+def compiler_of(backend: bool | str) -> Any:
+    """(graph, examples) -> a function, of a name or True, as in `compile_regions`. Raises as that does."""
+    name = backend if isinstance(backend, str) else "inductor"
+    try:
+        return lookup_backend(name)
+    except Exception as error:
+        raise AutoparError(
+            f"torch.compile has no backend {name!r}",
+            values=str(error).splitlines()[0],
+            remedy="choose one of torch.compiler.list_backends()",
+        ) from error
 
 
 def recorded_in(namespace: Mapping[str, Any]) -> tuple[RecordedRegion, ...] | None:

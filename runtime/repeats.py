@@ -43,6 +43,7 @@ from autopar.runtime.regions import recorded_in
 from autopar.runtime.replay import Replay
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.snapshot import Snapshot
+from autopar.runtime.straight import is_straight_program
 
 logger = logging.getLogger("autopar")
 
@@ -260,7 +261,10 @@ class Repeat:
         """Whether states that its text writes may be written in place."""
         if not self.executable.compile_regions:
             return True
-        return self.comm.device.type == "cpu" and recorded_in(self.program.namespace) is not None
+        if self.comm.device.type != "cpu":
+            return False
+        is_sent = math.prod(self.comm.sizes) > 1 and is_straight_program(self.program.source)
+        return is_sent or recorded_in(self.program.namespace) is not None
 
     def _in_same_memory(self, values: Sequence[Tensor], inputs: Tensors, given: Mapping[str, Any]) -> dict[int, Any]:
         """The states that were written where they lay, by the places of outputs; others, as where a text that somebody

@@ -31,6 +31,7 @@ from autopar.base.torch_compat.calls import Calls as Seen
 from autopar.base.torch_compat.calls import has_modes, telling
 from autopar.operators.registration import SPELLED_OUT
 from autopar.runtime.calls import Calls, Text
+from autopar.runtime.compiled_calls import compiled_between
 from autopar.runtime.straight import is_straight_program
 
 logger = logging.getLogger("autopar")
@@ -54,10 +55,10 @@ _PLACE = Tensor.data_ptr
 
 
 class Replay:
-    """Of a program's runs, each with inputs of the same kinds."""
+    """Of a program's runs, each with inputs of the same kinds. compiler: of what lies between what is sent, if any."""
 
-    def __init__(self, source: str, filename: str) -> None:
-        self._source, self._filename = source, filename
+    def __init__(self, source: str, filename: str, compiler: Any = None) -> None:
+        self._source, self._filename, self._compiler = source, filename, compiler
         self._num_runs = self._num_written = 0
         self._known: _Known | None = None
 
@@ -77,7 +78,7 @@ class Replay:
             logger.debug("autopar: the calls of %s are not known beforehand: %s", self._filename, calls.why)
             self._known, self._num_written = None, MOST
         else:
-            self._known = _Known(calls, comm, state, inputs, values, self._filename)
+            self._known = _Known(calls, comm, state, inputs, values, self._filename, self._compiler)
         return values
 
     @property
@@ -103,15 +104,18 @@ class _Known:
     """The calls as a function of the inputs. text: of that function."""
 
     def __init__(
-        self, calls: Calls, comm: Any, state: Tensors, inputs: Tensors, values: Sequence[Tensor], filename: str
-    ) -> None:
+        self, calls: Calls, comm: Any, state: Tensors, inputs: Tensors, values: Sequence[Tensor], filename: str,
+        compiler: Any,
+    ) -> None:  # fmt: skip
         self._comm, self._state = comm, list(state.values())
         self._places = [*map(_PLACE, self._state)]  # another memory may be put into a tensor (`x.data = y`)
         self._layouts = [*map(_layout, inputs.values())]
         self._dtype = torch.get_default_dtype()
         outputs = [calls.ref(x) for x in values]
-        needed = calls.needed(outputs)
-        written = Text(calls, list(inputs))
+        needed = calls.needed(outputs, at_once=compiler is None)
+        if compiler is not None:
+            needed = compiled_between(needed, calls, outputs, compiler, filename)
+        written = Text(calls.inputs, calls.held, list(inputs))
         self.text = written.of(needed, outputs)
         name = f"{filename.removesuffix('.py')}_calls_{next(_NUMBERS)}.py"
         linecache.cache[name] = (len(self.text), None, self.text.splitlines(keepends=True), name)
@@ -121,7 +125,7 @@ class _Known:
         self._new = [id(x) not in given for x in values]
         may_keep = any(call.is_sent and call.function.__name__ not in COLLECTIVES for call in needed)
         num_bytes = sum(x.nbytes for x, new in zip(values, self._new, strict=True) if new)
-        self._in_inference = not may_keep and num_bytes <= MOST_BYTES
+        self._in_inference = compiler is None and not may_keep and num_bytes <= MOST_BYTES
 
     def fits(self, comm: Any, state: Tensors, inputs: Tensors) -> bool:
         """Whether the text would make these calls."""

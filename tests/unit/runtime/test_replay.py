@@ -280,3 +280,35 @@ def test_two_inputs_of_one_memory_are_left_to_the_text() -> None:
     x = torch.randn(3, 4)
     assert written_down(run, COMM, {}, {"x": x, "y": x.view(3, 4)})[1].why
     assert not written_down(run, COMM, {}, _two())[1].why
+
+
+def test_what_lies_between_sends_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Breaks if a part between two sends gives other numbers once it is compiled, if layers that are alike are compiled
+    one by one, if caches are copied, or if something is not sent.
+    """
+    torch.manual_seed(0)
+    source = LAYER.replace("F.silu(found", "comm.all_reduce(F.silu(found").replace(
+        "B, 1, 8)), keys", 'B, 1, 8)), "tp"), keys'
+    )
+    source = source.replace(
+        "    y, *_ = ops.rms_norm(x,", '    y = comm.all_reduce(x * 0.5, "tp")\n    y, *_ = ops.rms_norm(y,'
+    )
+    state, run, comm = _state(), _run(source), _Peer()
+    own = InPlace(load_program(source, "a test", "aot_eager"), "aot_eager")
+    for at in (1, 2, 3, 4, 5):
+        given = _inputs(at)
+        copies = {name: x.clone() for name, x in given.items()}
+        other = _Peer()
+        want = run(other, state, copies)
+        comm.said.clear()
+        found = own(comm, state, given, torch.tensor(0), CACHES)
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, want, strict=True))
+        assert [id(x) for x in found[2:]] == [id(given[name]) for name in CACHES]
+        assert [each for each in comm.said if "tp" in each] == [each for each in other.said if "tp" in each]
+    assert own._replay is not None and "runs uncompiled" not in caplog.text
+    text = own._replay.text
+    assert text.count("all_reduce(") == 4 and "linear" not in text and "index_copy_" not in text
+    functions = {
+        line.split("=")[-1].split("(")[0].strip() for line in text.splitlines() if ", = " in line or "_ = " in line
+    }
+    assert len(functions) <= 5, text
