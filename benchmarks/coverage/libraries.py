@@ -5,6 +5,8 @@ r"""Models of other libraries in small form, planned and proven: the table docs/
 What the libraries' constructors make, with random weights and a batch (`others/`), first runs eagerly; every cell is
 `autopar.plan(…)` and `plan.verify()`. The results lie in benchmarks/results/libraries.json, one line a model, written
 after each. None of the libraries is needed by autopar: a model whose library is not installed is left out.
+Install them beside it, so that its own packages stay: `pip install --no-deps --target FOLDER timm …`, and FOLDER on
+PYTHONPATH.
 """
 
 from __future__ import annotations
