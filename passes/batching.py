@@ -165,16 +165,40 @@ def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int
 
 
 def _counted(summed: fx.Node) -> Any:
-    """The labels for which what is summed up is 0 where they are ignored: `labels != -100`, or something times that."""
+    """The labels for which what is summed up is 0 where they are ignored: `labels != -100`, or something times that,
+    `found & (labels != -100)`, `where(labels != -100, x, 0)`.
+    """
     told: fx.Node | None = summed
     while told is not None and _name_of(told) in _KEEPS:
         told = _operand(told.args[0])
     if told is None:
         return None
-    if _name_of(told) == "mul":
+    name = _name_of(told)
+    if name == "mul" or (name in ("bitwise_and", "logical_and") and _is_bool(told)):
         return next((found for each in operands_of(told) if (found := _counted(each)) is not None), None)
-    compared = list(told.args) if _name_of(told) == "ne" else []
+    if name == "where" and _is_nothing(told.args[2]):
+        return None if (mask := _operand(told.args[0])) is None else _counted(mask)
+    if name == "masked_fill" and _is_nothing(told.args[2]):
+        return _compared(told.args[1], "eq", "ne")
+    return _compared(told, "ne", "eq")
+
+
+def _compared(told: Any, by: str, opposite: str) -> Any:
+    """The labels of `labels != -100`, or of what says the same by `not`."""
+    if not isinstance(told, fx.Node):
+        return None
+    if _name_of(told) in ("bitwise_not", "logical_not") and _is_bool(told):
+        return _compared(told.args[0], opposite, by)
+    compared = list(told.args) if _name_of(told) == by else []
     return compared[0] if len(compared) == 2 and compared[1] == IGNORED else None
+
+
+def _is_bool(node: fx.Node) -> bool:
+    return all(each.meta["val"].dtype == torch.bool for each in (node, *operands_of(node)))
+
+
+def _is_nothing(value: Any) -> bool:
+    return is_zero(value) if isinstance(value, fx.Node) else type(value) in (int, float, bool) and value == 0
 
 
 def _operand(value: Any) -> fx.Node | None:
