@@ -22,7 +22,7 @@ from autopar.passes.batch.site import FILLED_WITH, PRODUCTS, QUOTIENTS, Site
 from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of, scaled
 
 _SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar"})
-_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})
+_CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.detach.default"})
 _EXACT_SUMS = frozenset(
     {"aten.sum.default", "aten.sum.dim_IntList", "aten.mul.Tensor", "aten.div.Tensor", "aten.neg.default"}
 )

@@ -56,7 +56,7 @@ class Measures(nn.Module):
 
 COUNTED: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
     lambda logits, hits, labels: (hits & (labels != -100)).sum() / (labels != -100).sum(),
-    lambda logits, hits, labels: (hits & ~(labels == -100)).sum(),
+    lambda logits, hits, labels: (hits & ~(labels == -100)).sum().detach() * 1.0,
     lambda logits, hits, labels: torch.where(labels != -100, logits.square().sum(-1), 0.0).sum(),
     lambda logits, hits, labels: hits.float().masked_fill(labels == -100, 0).sum(),
 ]
