@@ -24,10 +24,14 @@ settings.register_profile("autopar", deadline=None)
 settings.load_profile("autopar")
 
 TIERS = ("unit", "browser", "dist", "gpu")
+TAKES_LONG = ("slow", "moderate", "dist")
+"""Marks of tests of which few cases run, unless all are asked for."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="run all cases of tests that are marked `sampled`")
+    parser.addoption(
+        "--every-case", action="store_true", help="run all cases of tests that take long, or are marked `sampled`"
+    )
     parser.addoption("--update-golden", action="store_true", help="write the golden files of the tests that are run")
 
 
@@ -50,17 +54,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `sampled(n)`, n cases of those that this run collects: always the same, by digest."""
+    """Of each test marked `sampled(n)`, n cases of those that this run collects, and half of any other one that takes
+    long and has three or more: always the same, by digest.
+    """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        if any(item.get_closest_marker(name) is not None for name in ("sampled", *TAKES_LONG)):
             cases[item.nodeid.partition("[")[0]].append(item)
     dropped: set[pytest.Item] = set()
     for group in cases.values():
         marker = group[0].get_closest_marker("sampled")
-        assert marker is not None
+        num = marker.args[0] if marker is not None else len(group) if len(group) < 3 else (len(group) + 1) // 2
         group.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).hexdigest())
-        dropped.update(group[marker.args[0] :])
+        dropped.update(group[num:])
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
