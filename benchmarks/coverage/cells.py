@@ -6,6 +6,7 @@ of each it writes into a pipe. It is ended when a cell takes too much time or me
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +66,15 @@ class Row:
     def admits(self, column: str) -> bool:
         """Whether a column is asked of it."""
         return (column != "pipeline" or self.blocks) and (column != "ring" or self.sequence)
+
+
+def add_options(parser: argparse.ArgumentParser, kept: Path, page: str) -> None:
+    """What every sweep is asked. kept: where its results are kept by default; page: what is made of them."""
+    parser.add_argument("--states", help="only cells that are in one of these states, as in `wrong,crash`")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that are there")
+    parser.add_argument("--json", type=Path, default=kept, help="where results are kept")
+    parser.add_argument("--cpu", type=float, default=CPU_S, help="seconds of CPU that a cell may take")
+    parser.add_argument("--page", action="store_true", help=f"write {page} from them, and run nothing")
 
 
 def run(

@@ -111,11 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="patterns of `library | family | name`, separated by semicolons")
     parser.add_argument("--cells", default=",".join(COLUMNS), help="columns, separated by commas")
-    parser.add_argument("--states", help="only cells that are in one of these states, as in `wrong,crash`")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that are there")
-    parser.add_argument("--json", type=Path, default=KEPT, help="where results are kept")
-    parser.add_argument("--cpu", type=float, default=cells.CPU_S, help="seconds of CPU that a cell may take")
-    parser.add_argument("--page", action="store_true", help="write docs/libraries.md from them, and run nothing")
+    cells.add_options(parser, KEPT, "docs/libraries.md")
     options = parser.parse_args()
     rows = load(options.json)
     if options.page:

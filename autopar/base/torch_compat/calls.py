@@ -42,7 +42,7 @@ class Told(Protocol):
         """Forget what was told since; whether some of that could not be told as calls. Where all could, nothing is
         forgotten.
         """
-        raise NotImplementedError
+        ...
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -180,10 +181,10 @@ class LitAutoEncoder(nn.Module):
         return {"loss": self.training_step(batch, 0)}
 
 
-def _gpt(targets: bool, **kwargs: object) -> Made:
+def _gpt(targets: bool, **kwargs: Any) -> Made:
     ids = tokens(VOCABULARY, LENGTH + 1)
     batch = {"idx": ids[:, :-1].contiguous()} | ({"targets": ids[:, 1:].contiguous()} if targets else {})
-    return GPT(GPTConfig(**kwargs)), batch  # type: ignore[arg-type]
+    return GPT(GPTConfig(**kwargs)), batch
 
 
 def _lightning() -> Made:
