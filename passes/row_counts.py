@@ -219,15 +219,18 @@ def _escaping(by: Callable[..., Any], turned: bool) -> Callable[..., Any]:
     return reckon
 
 
-def _extreme(of_plain: Callable[[int, int], int], of_said: Callable[..., Any]) -> Callable[[Count, Any], Any]:
-    """`max` or `min`, which torch has its own of for its symbolic numbers."""
+def _extreme(
+    of_plain: Callable[[int, int], int], of_both: Callable[..., Any], side: str
+) -> Callable[[Count, Any], Any]:
+    """`max` or `min`, which torch has its own of for its symbolic numbers. side: the bound that a number is of them."""
 
     def find(self: Count, other: Any) -> Any:
         if isinstance(other, float):
-            return self.asked.number(of_said(_read(self) * 1.0, torch.tensor(other, dtype=torch.float64)))
+            return self.asked.number((_read(self) * 1.0).clamp(**{side: other}))
         found = of_plain(self.plain, plain(other))
-        said = other.said if type(other) is Count else lambda: torch.tensor(other)
-        return Count(found, self.asked, lambda: of_said(self.said(), said()))
+        if type(other) is Count:
+            return Count(found, self.asked, lambda: of_both(self.said(), other.said()))
+        return Count(found, self.asked, lambda: self.said().clamp(**{side: other}))
 
     return find
 
@@ -249,7 +252,7 @@ for _name in ("and_", "or_", "xor", "lshift", "rshift"):
     setattr(Count, f"__{_name.strip('_')}__", _escaping(getattr(operator, _name), turned=False))
     setattr(Count, f"__r{_name.strip('_')}__", _escaping(getattr(operator, _name), turned=True))
 for _name, _by in (
-    ("divmod", _divided), ("rdivmod", _dividing), ("sym_max", _extreme(_larger, torch.maximum)),
-    ("sym_min", _extreme(_smaller, torch.minimum)),
+    ("divmod", _divided), ("rdivmod", _dividing), ("sym_max", _extreme(_larger, torch.maximum, "min")),
+    ("sym_min", _extreme(_smaller, torch.minimum, "max")),
 ):  # fmt: skip
     setattr(Count, f"__{_name}__", _by)
