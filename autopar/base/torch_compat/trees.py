@@ -20,6 +20,7 @@ import torch
 
 # capture: numbers that are read of tensors without data are put together as such tensors.
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
@@ -122,7 +123,8 @@ def _as_read(values: list[Any], _rest: Any) -> Any:
     (value,) = values
     if not isinstance(value, torch.Tensor):
         return value
-    return ReadNumber(value) if value.is_meta or isinstance(value, FakeTensor) else value.item()
+    is_traced = value.is_meta or isinstance(value, FakeTensor | FunctionalTensor)
+    return ReadNumber(value) if is_traced else value.item()
 
 
 register_container(ReadNumber, lambda number: ([number.value], None), _as_read, "autopar.ReadNumber")
