@@ -142,64 +142,6 @@ def least_by_class(values: FloatArray, classes: IntArray, least: FloatArray) -> 
 
 
 @compiled
-def sweep(flat: Flat, costs: FloatArray, cells: FloatArray, values: FloatArray, forward: bool) -> float:
-    """One pass of message passing over all nodes (autopar.solver.messages); returns the lower bound."""
-    count, total = len(flat.base) - 1, 0.0
-    room = most_choices(flat)
-    beta = np.empty(room)
-    given = np.empty(room)
-    for step in range(count):
-        s = step if forward else count - 1 - step
-        start, k = flat.base[s], flat.base[s + 1] - flat.base[s]
-        low, middle, high = flat.first[s], flat.ahead[s], flat.first[s + 1]
-        for i in range(k):
-            beta[i] = costs[start + i]
-        for position in range(low, high):
-            add_message(flat, values, s, flat.near[position], beta)
-        least = np.inf
-        for i in range(k):
-            least = float(beta[i]) if beta[i] < least else least
-        total += least
-        share = 1.0 / max(1, middle - low, high - middle)
-        for i in range(k):
-            beta[i] = (beta[i] - least) * share
-        for position in range(middle if forward else low, high if forward else middle):
-            e = flat.near[position]
-            width, cell = flat.width[e], flat.cell[e]
-            rows = flat.into_v[e] - flat.into_u[e]
-            if flat.u[e] == s:
-                into, out = flat.into_u[e], flat.into_v[e]
-                least_by_class(beta, flat.u_class[flat.u_at[e] : flat.u_at[e] + k], given[:rows])
-                for b in range(width):
-                    values[out + b] = np.inf
-                for a in range(rows):
-                    g, row = given[a] - values[into + a], cell + a * width
-                    for b in range(width):
-                        values[out + b] = (
-                            cells[row + b] + g if cells[row + b] + g < values[out + b] else values[out + b]
-                        )
-                size = width
-            else:
-                into, out = flat.into_v[e], flat.into_u[e]
-                least_by_class(beta, flat.v_class[flat.v_at[e] : flat.v_at[e] + k], given[:width])
-                for b in range(width):
-                    given[b] -= values[into + b]
-                for a in range(rows):
-                    best, row = np.inf, cell + a * width
-                    for b in range(width):
-                        best = cells[row + b] + given[b] if cells[row + b] + given[b] < best else best
-                    values[out + a] = best
-                size = rows
-            shift = np.inf
-            for b in range(size):
-                shift = float(values[out + b]) if values[out + b] < shift else shift
-            total += shift
-            for b in range(size):
-                values[out + b] -= shift
-    return total
-
-
-@compiled
 def excess(flat: Flat, costs: FloatArray, cells: FloatArray, values: FloatArray, grown: FloatArray) -> float:
     """The lower bound of the messages; adds to `grown` by how much it grows if a node takes a choice (messages)."""
     count, total = len(flat.base) - 1, 0.0

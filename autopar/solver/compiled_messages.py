@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.solver import compiled, compiled_moves
+from autopar.solver import compiled, compiled_moves, compiled_sweep
 from autopar.solver.forest import shuffled
 from autopar.solver.improve import TRIES_PER_NODE
 from autopar.solver.messages import Messages
@@ -38,6 +38,7 @@ class CompiledMessages(Messages):
         self.flat_costs = np.zeros(int(self.flat.base[-1]))
         self.cells = np.zeros(0)
         self.forbids: BoolArray = np.zeros(0, dtype=bool)
+        self._sides: compiled_sweep.Sides | None = None
 
     def _connect(self, edges: Sequence[Edge]) -> None:
         between = [Edge(self.position[e.u], self.position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
@@ -48,6 +49,7 @@ class CompiledMessages(Messages):
         super().set_costs(costs, edges)
         self.flat_costs = np.concatenate([np.zeros(0), *self.costs])
         self.cells = np.concatenate([np.zeros(0), *(e.costs.ravel() for e in edges)]) if cells is None else cells
+        self._sides = None
         self.forbids = np.array([bool(np.isinf(matrix).any()) for matrix in self.matrices], dtype=bool)
 
     def set_flat_costs(self, costs: FloatArray) -> None:
@@ -56,7 +58,9 @@ class CompiledMessages(Messages):
         self.keep_going()
 
     def sweep(self, forward: bool) -> float:
-        return compiled.sweep(self.flat, self.flat_costs, self.cells, self.values, forward)
+        if self._sides is None:
+            self._sides = compiled_sweep.sides(self.flat, self.cells)
+        return compiled_sweep.sweep(self._sides, self.flat_costs, self.values, forward)
 
     def round(self, forward: bool) -> list[int] | None:
         choice = np.zeros(len(self.nodes), dtype=np.int64)

@@ -87,10 +87,20 @@ def restrict(graph: Graph, alive: Sequence[BoolArray], *, tidied: bool = False) 
         return graph
     kept = [np.flatnonzero(mask) for mask in alive]
     narrow = _with_classes if tidied else _reclass
+    narrowed: dict[tuple[int, int], IntArray] = {}
+
+    def classes(own: IntArray, node: int) -> IntArray:
+        if whole[node]:
+            return own
+        key = (id(own), node)  # many edges have one
+        if key not in narrowed:
+            narrowed[key] = own[kept[node]]
+        return narrowed[key]
+
     return Graph(
         tuple(costs[keep] for costs, keep in zip(graph.costs, kept, strict=True)),
         tuple(
-            e if whole[e.u] and whole[e.v] else narrow(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]])
+            e if whole[e.u] and whole[e.v] else narrow(e, classes(e.u_class, e.u), classes(e.v_class, e.v))
             for e in graph.edges
         ),
         tuple(
@@ -135,6 +145,7 @@ def tidy(graph: Graph, since: Graph | None = None) -> Graph:
     costs = [c.copy() for c in graph.costs]
     pairs: dict[tuple[int, int], list[Edge]] = {}
     known = {id(e) for e in since.edges} if since is not None else set[int]()
+    joining = _Joining()
     for e in graph.edges:
         if id(e) in known:
             pairs.setdefault((e.u, e.v), []).append(e)
@@ -142,7 +153,7 @@ def tidy(graph: Graph, since: Graph | None = None) -> Graph:
         if e.u == e.v:
             costs[e.u] += e.costs[e.u_class, e.v_class]
             continue
-        edge = _join_equal_classes(e)
+        edge = joining.of(e)
         if edge.costs.shape[0] == 1:
             costs[edge.v] += edge.costs[0][edge.v_class]
         elif edge.costs.shape[1] == 1:
@@ -201,14 +212,48 @@ def _reclass(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
     return Edge(edge.u, edge.v, u_class, v_class, costs)
 
 
-def _join_equal_classes(e: Edge) -> Edge:
-    e = _reclass(e, e.u_class, e.v_class)
-    costs, u_class, v_class = e.costs, e.u_class, e.v_class
+class _Joining:
+    """Edges with equal classes joined, without those that no choice has: worked out once for edges that share a matrix,
+    and for ends that share their classes, as most do.
+    """
+
+    def __init__(self) -> None:
+        self._matrices: dict[tuple[object, ...], tuple[IntArray | None, IntArray | None, FloatArray]] = {}
+        self._used: dict[tuple[int, int], tuple[IntArray, IntArray | None]] = {}
+
+    def of(self, e: Edge) -> Edge:
+        """The same edge, smaller."""
+        u_class, u_kept = self._of_end(e.u_class, e.costs.shape[0])
+        v_class, v_kept = self._of_end(e.v_class, e.costs.shape[1])
+        costs = e.costs if u_kept is None else e.costs[u_kept]
+        costs = costs if v_kept is None else costs[:, v_kept]
+        key = (costs.shape, costs.dtype.str, costs.tobytes())
+        found = self._matrices.get(key)
+        if found is None:
+            found = self._matrices[key] = _distinct(costs)
+        u_group, v_group, costs = found
+        u_class = u_class if u_group is None else u_group[u_class]
+        return Edge(e.u, e.v, u_class, v_class if v_group is None else v_group[v_class], costs)
+
+    def _of_end(self, classes: IntArray, num: int) -> tuple[IntArray, IntArray | None]:
+        """Classes in fewer numbers, and which of them are left of `num`: those that a choice has (None: all)."""
+        key = (id(classes), num)
+        if key not in self._used:
+            used = np.zeros(num, dtype=bool)
+            used[classes] = True
+            whole = bool(used.all())
+            self._used[key] = (classes, None) if whole else ((np.cumsum(used) - 1)[classes], used)
+        return self._used[key]
+
+
+def _distinct(costs: FloatArray) -> tuple[IntArray | None, IntArray | None, FloatArray]:
+    """The set of equal rows that each row is of, and of columns (None: no two are equal); one of each set."""
+    rows = columns = None
     if (found := _equal_rows(costs)) is not None:
-        costs, u_class = costs[found[0]], found[1][u_class]
+        costs, rows = costs[found[0]], found[1]
     if (found := _equal_rows(costs.T)) is not None:
-        costs, v_class = costs[:, found[0]], found[1][v_class]
-    return Edge(e.u, e.v, u_class, v_class, np.ascontiguousarray(costs, dtype=np.float64))
+        costs, columns = costs[:, found[0]], found[1]
+    return rows, columns, np.ascontiguousarray(costs, dtype=np.float64)
 
 
 def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.solver import compiled, compiled_presolve
+from autopar.solver import compiled, compiled_presolve, compiled_sweep
 from autopar.solver.problem import BoolArray, Edge, FloatArray, IntArray
 
 SWEEPS = 40
@@ -43,10 +43,13 @@ class Lower:
         flat, cells = np.where(alive, np.minimum(flat, most), most), np.minimum(cells, most)
         messages = np.zeros(int((self._flat.into_v + self._flat.width)[-1]) if len(self._flat.u) else 0)
         best = 0.0
-        for _ in range(SWEEPS if enough > 0.0 else 0):
+        if enough <= 0.0:
+            return best
+        sides = compiled_sweep.sides(self._flat, cells)
+        for _ in range(SWEEPS):
             before = best
             for forward in (True, False):
-                best = max(best, compiled.sweep(self._flat, flat, cells, messages, forward))
+                best = max(best, compiled_sweep.sweep(sides, flat, messages, forward))
             if best + HOPE * (best - before) < enough or best >= enough:
                 break
         return best

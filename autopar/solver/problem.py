@@ -192,17 +192,25 @@ def _check_node(index: int, node: Node, bad: bool, odd: bool) -> None:
 
 def _check_edge(index: int, edge: Edge, nodes: tuple[Node, ...], bad: bool, ranges: dict[int, tuple[int, int]]) -> None:
     """ranges: the least and the largest of the classes that were looked at, by the array's id: edges share many."""
-    where = f"edge {index} ({edge.u}-{edge.v})"
     if not (0 <= edge.u < len(nodes) and 0 <= edge.v < len(nodes)):
-        raise ValueError(f"{where}: there are {len(nodes)} nodes")
+        raise ValueError(f"{_of_edge(index, edge)}: there are {len(nodes)} nodes")
     ends: tuple[tuple[Any, int, int], ...] = ((edge.u_class, edge.u, 0), (edge.v_class, edge.v, 1))
     for classes, end, side in ends:
         if classes.shape != nodes[end].costs.shape:
-            raise ValueError(f"{where}: {classes.shape} classes for the {nodes[end].costs.shape} choices of node {end}")
+            raise ValueError(
+                f"{_of_edge(index, edge)}: {classes.shape} classes for the {nodes[end].costs.shape} choices of node "
+                f"{end}"
+            )
         if id(classes) not in ranges:
             ranges[id(classes)] = int(classes.min()), int(classes.max())
         least, most = ranges[id(classes)]
         if edge.costs.ndim != 2 or least < 0 or most >= edge.costs.shape[side]:
-            raise ValueError(f"{where}: classes of node {end} do not index costs of shape {edge.costs.shape}")
+            raise ValueError(
+                f"{_of_edge(index, edge)}: classes of node {end} do not index costs of shape {edge.costs.shape}"
+            )
     if bad and (np.isnan(edge.costs).any() or (edge.costs == -np.inf).any()):
-        raise ValueError(f"{where}: costs must be finite or +inf")
+        raise ValueError(f"{_of_edge(index, edge)}: costs must be finite or +inf")
+
+
+def _of_edge(index: int, edge: Edge) -> str:
+    return f"edge {index} ({edge.u}-{edge.v})"

@@ -83,7 +83,7 @@ def solve(
 
         compiled_presolve.load()  # on time that is not the search's
     start = clock()
-    limited = problem.usage_limit is not None and _most_bytes(problem) > problem.usage_limit
+    limited = problem.usage_limit is not None and _may_exceed(problem, problem.usage_limit)
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
     target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
     search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress, clock, anytime)
@@ -111,6 +111,16 @@ def minimum_peak(problem: AssignmentProblem, *, gap: float = 1e-3, time_limit_s:
         conflict = _forbidden_conflict(problem) if search.bound == np.inf else None
         return PeakResult(np.inf, (), search.bound, conflict)
     return PeakResult(problem.peak(search.choice)[1], search.choice, search.bound)
+
+
+def _may_exceed(problem: AssignmentProblem, limit: float) -> bool:
+    """Whether some choice might take more than so many bytes."""
+    sizes = [usage.bytes for node in problem.nodes for usage in node.usages]
+    if not sizes:
+        return False
+    starts = np.cumsum([0, *map(len, sizes[:-1])])
+    together = float(np.maximum.reduceat(np.concatenate(sizes), starts).sum())  # though not all are alive at once
+    return together > limit and _most_bytes(problem) > limit
 
 
 def _most_bytes(problem: AssignmentProblem) -> float:
