@@ -21,7 +21,8 @@ def shared(seed: int, forbids: bool) -> tuple[list[FloatArray], list[Edge]]:
     """Costs of nodes, and edges of few matrices, whose ends have all of their classes or some, in any order."""
     draw = np.random.default_rng(seed)
     counts = draw.integers(1, 11, 7)
-    matrices: list[FloatArray] = [draw.integers(0, 9, (int(draw.integers(1, 11)), int(draw.integers(1, 11)))).astype(float) for _ in range(3)]
+    shapes = draw.integers(1, 11, (3, 2)).tolist()
+    matrices: list[FloatArray] = [draw.integers(0, 9, shape).astype(float) for shape in shapes]
     if forbids:
         for matrix in matrices:
             matrix[draw.random(matrix.shape) < 0.1] = np.inf
