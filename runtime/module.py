@@ -28,6 +28,7 @@ from autopar.ir.interface import ProgramInterface
 from autopar.runtime import clipping, place_experts, recording, state, weights
 from autopar.runtime.ahead import plan_ahead
 from autopar.runtime.alone import hook_modules
+from autopar.runtime.arrays import take_arrays
 from autopar.runtime.checkpoint import loading, saving, stored
 from autopar.runtime.checkpoint.background import Saving
 from autopar.runtime.checkpoint.loading import Loaded, tuple_of
@@ -389,6 +390,7 @@ def take_over(
     forget_ended_groups()
     guard_optimizers()
     read_reduced_numbers()
+    take_arrays()
     take_writes()
     leave_to_eager(SeenWhole, Term)
     replace_parameters(model, device_mesh)

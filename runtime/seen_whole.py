@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
-from autopar.runtime import along, chosen_among, written
+from autopar.runtime import along, arrays, chosen_among, lost_writes, written
 from autopar.runtime.expert_layers import LAYER, at_home, from_slots, layer_of, to_slots
 
 KEPT = frozenset({
@@ -39,6 +39,7 @@ PIECEWISE = frozenset({
 
 OF_GRAPH = frozenset({"backward", "grad"})
 """Functions that walk the graph: parameters that they are given are leaves of it, of which no whole copy is."""
+OF_MEMORY = arrays.ARRAYS | arrays.SHARED | arrays.ADDRESSES
 HOOKS = frozenset({"register_hook", "retain_grad"})
 
 
@@ -48,7 +49,8 @@ class SeenWhole(DTensor):
     _gather_first: what every rank does before a gather; may raise. _choose_first: the same before the largest of all
     pieces is found (`chosen_among.py`). _hooked: called where the script looks at the
     gradient that comes for it. _is_kept: whether what was gathered is the tensor
-    from then on (an output), or the pieces are, which somebody else may write to (a parameter's).
+    from then on (an output), or the pieces are, which somebody else may write to (a parameter's). _memory: of those, a
+    copy of the whole whose address somebody has.
     """
 
     _gather_first: Callable[[], None] | None = None
@@ -56,6 +58,7 @@ class SeenWhole(DTensor):
     _hooked: Callable[[], None] | None = None
     _is_kept: bool = True
     _whole: Tensor | None = None
+    _memory: Any = None
 
     def to_local(self, *args: Any, **kwargs: Any) -> Tensor:
         """As of any DTensor.
@@ -95,6 +98,8 @@ class SeenWhole(DTensor):
         if name in OF_GRAPH:
             args, kwargs = tree_map(_as_seen, (args, kwargs))
             return func(*args, **kwargs)
+        if name in OF_MEMORY and isinstance(first, SeenWhole) and not first._is_kept and not first.requires_grad:
+            return _of_memory(func, first, args[1:], kwargs)
         is_elsewhere = name in along.BY_NAME and isinstance(first, SeenWhole) and local_tensor(first).is_meta
         if isinstance(first, SeenWhole) and first._is_kept and (first._whole is None or is_elsewhere):
             with plain_functions():
@@ -199,12 +204,17 @@ def whole(x: Any) -> Any:
     if is_split or x.requires_grad:
         with torch.set_grad_enabled(x.requires_grad):
             found = _Gathered.apply(x)
+    elif not x._is_kept and layer_of(x) is None:
+        return local_tensor(x).detach()
     else:
         found = local_tensor(x).clone()
     assert isinstance(found, Tensor)
     found = from_slots(found, x)
     if x._is_kept:
         x._whole = found
+    if x._memory is not None:
+        lost_writes.refilled(x._memory, found)
+        return x._memory.local.view_as(found)
     return found
 
 
@@ -233,6 +243,23 @@ def _held(x: Any) -> tuple[Tensor, Any] | None:
     if not isinstance(x, SeenWhole) or x._is_kept or x.requires_grad or layer_of(x) is not None:
         return None
     return local_tensor(x), (x.device_mesh, x.placements, x.shape)
+
+
+def _of_memory(func: Any, x: SeenWhole, args: Any, kwargs: Any) -> Any:
+    """What a function says of the memory of what somebody else may write to: `arrays.py`. Collective."""
+    name = func.__name__
+    memory = arrays.own_memory(x)
+    if memory is None and name in arrays.SHARED:
+        raise arrays.refused()
+    if memory is None and name in arrays.ARRAYS:
+        return arrays.array_of(func, whole(x), args, kwargs)
+    if memory is None and x._memory is None:
+        x._memory = lost_writes.watch_memory(x, whole(x))
+        memory = x._memory.local
+    elif memory is None:
+        memory = whole(x)
+    with torch.no_grad():
+        return func(memory, *args, **kwargs)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:

@@ -87,7 +87,8 @@ class Taken:
 
     def watch(self, found: Any) -> None:
         """Tell of writes to what a function gave that lies in the memory of a whole tensor: nobody keeps that."""
-        known = {storage_key(value): value for _, value, _ in self._known.values()}
+        apart = ((value, local_tensor(x)) for x, value, _ in self._known.values())
+        known = {storage_key(value): value for value, held in apart if storage_key(value) != storage_key(held)}
         for each in tree_leaves(found) if known else ():
             value = known.get(storage_key(each)) if type(each) is Tensor else None
             if value is not None and each is not value:

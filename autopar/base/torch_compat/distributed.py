@@ -168,16 +168,14 @@ def read_reduced_numbers() -> None:
     """Have the number in a DTensor be the number, not this rank's term of it; idempotent.
 
     `p.grad.norm().item()` gives the norm of the rank's piece in torch 2.11 to 2.13, without a word, and so do float(),
-    int(), bool(), and formatting. Here the terms are put together first, so that every rank has to ask. Arrays and
-    lists, which torch refuses, are of the whole tensor, too.
+    int(), bool(), and formatting. Here the terms are put together first, so that every rank has to ask. Lists, which
+    torch refuses, are of the whole tensor, too (arrays: runtime/arrays.py).
     """
     if getattr(DTensor, "_autopar_reduced_numbers", False):
         return
     DTensor._autopar_reduced_numbers = True  # type: ignore[attr-defined]
     for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__format__", "tolist"):
         setattr(DTensor, name, _reading_reduced(getattr(torch.Tensor, name)))
-    for name in ("numpy", "__array__"):
-        setattr(DTensor, name, _reading_whole(getattr(torch.Tensor, name)))
 
 
 def _reading_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,14 +186,6 @@ def _reading_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
         is_read = self.numel() == 1 or (name == "tolist" and type(self) is DTensor)
         detached: Any = self.detach()
         return original(detached.full_tensor() if is_read else self, *args)
-
-    return read
-
-
-def _reading_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        return original(self.full_tensor() if type(self) is DTensor else self, *args, **kwargs)
 
     return read
 
