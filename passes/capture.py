@@ -42,6 +42,7 @@ from autopar.passes.exported import graph_modules, origin_of
 from autopar.passes.functional import make_functional
 from autopar.passes.kept import Kept
 from autopar.passes.one_region import to_program
+from autopar.passes.plain_reads import PlainReads
 from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.usual import Checked, Usual
@@ -160,7 +161,8 @@ def _with_repeated_blocks(
             kept = Kept(clone)
             clone.forward = Ragged(numbers).within(kept.within(counted.within(clone.forward)))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                with numbers, seeds.Seeds(type(model).__name__), ChecksPass(clone), chosen, counted:
+                checks, reads = ChecksPass(clone), PlainReads(counted)
+                with numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -201,7 +203,7 @@ def _whole(
         clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Ragged(numbers).within(clone.forward)
-        modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual))
+        modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted))
         try:
             exported = _export(clone, batch(mode), numbers, *modes)
         except AutoparError as error:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.nodes import drop_dead
 from autopar.operators.experts import experts  # noqa: F401 (the operator that this writes)
 from autopar.passes.chosen import CHOSEN, SPREAD
 from autopar.passes.expert_masks import Masks, choices_of, covers, is_never
@@ -88,7 +89,7 @@ def simplify_expert_loops(graph: fx.Graph, origins: dict[str, str]) -> None:
     rounds = {found.node: found for node in graph.nodes if (found := _round_of(node, said)) is not None}
     for chain in reversed(_chains(rounds, said)):  # what a chain begins with is still what it was
         _write(graph, origins, chain, said)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _chains(rounds: dict[fx.Node, _Round], said: Said) -> list[list[_Round]]:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autopar.base.errors import AutoparError
-from autopar.ir.nodes import map_nodes
+from autopar.ir.nodes import drop_dead, map_nodes
 from autopar.ir.op_call import OpCall, op_call
 from autopar.ir.rule import Rule
 from autopar.operators.losses import MEAN, NONE
@@ -83,7 +83,7 @@ def keep_rows(graph: fx.Graph, origins: dict[str, str]) -> None:
     """
     if any(node.target is CHOSEN for node in graph.nodes):
         _Keeper(graph, origins).run()
-        graph.eliminate_dead_code()
+        drop_dead(graph)
 
 
 class _Keeper:

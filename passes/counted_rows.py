@@ -98,7 +98,7 @@ class _Left:
 
 class CountedRows(TorchFunctionMode):
     """While a model is traced in which masks choose rows. numbers: that are read of tensors. usual: takes for granted
-    that there are some; without it, what would be is refused.
+    that there are some; without it, what would be is refused. is_on: whether forward runs.
     """
 
     def __init__(self, chosen: Chosen, numbers: Numbers, usual: Usual | None = None) -> None:
@@ -106,19 +106,19 @@ class CountedRows(TorchFunctionMode):
         self.chosen, self.numbers, self.usual = chosen, numbers, usual
         self._left: list[_Left] = []
         self._plain: dict[int | float, Count] = {}
-        self._is_on = False
+        self.is_on = False
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that looks behind itself at what comes of what is left out where there are no rows."""
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._is_on = True
+            self.is_on = True
             with self._len_is_counted():
                 try:
                     found = forward(*args, **kwargs)
                 finally:
-                    self._is_on = False
+                    self.is_on = False
             regions = nodes_left([left.region for left in self._left])
             for left, own in zip(self._left, regions, strict=True):
                 sizes = sizes_behind(own, {}, with_numbers=False)
@@ -173,7 +173,7 @@ class CountedRows(TorchFunctionMode):
                 return self._made(args[-1]).to(kwargs.get("dtype"))
             args, kwargs = self._with_plain(func, args), without_counts(kwargs)
         found = func(*args, **kwargs)
-        if not self._is_on or not isinstance(found, int | tuple):
+        if not self.is_on or not isinstance(found, int | tuple):
             return found
         if func in _SIZES:
             if type(found) is int:
@@ -261,12 +261,12 @@ class CountedRows(TorchFunctionMode):
             frame = frame.f_back
         source, asked = expression_asked(frame)
         known = source is not None and asked is not None and is_said(asked, source)
-        if self._is_on and not known and not frame.f_code.co_filename.startswith((*LIBRARIES, *_WRITERS)):
+        if self.is_on and not known and not frame.f_code.co_filename.startswith((*LIBRARIES, *_WRITERS)):
             raise _refused(_line(frame))
 
     def _is_asked(self, frame: FrameType) -> bool:
         """Whether a model asks, not what traces it."""
-        return self._is_on and not _is_between(frame.f_code.co_filename)
+        return self.is_on and not _is_between(frame.f_code.co_filename)
 
     def _mask(self, size: Any) -> Tensor | None:
         """The mask that chooses so many rows. What torch itself does not know is not such a size."""

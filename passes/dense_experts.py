@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.nodes import drop_dead
 from autopar.operators.activations import activate
 from autopar.passes.chosen_experts import weighed_inward
 from autopar.passes.expert_products import (
@@ -59,7 +60,7 @@ def simplify_dense_experts(graph: fx.Graph, origins: dict[str, str]) -> None:
     for node in list(graph.nodes):
         if node.target is _aten.sum.dim_IntList and len(node.args) == 2 and not node.kwargs:
             _write(Builder(graph, node, origins))
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _write(build: Builder) -> None:

@@ -18,13 +18,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar import operators
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing
 from autopar.ir.graphs import Recompute, _base_name, ancestors, is_view, parameter_only
-from autopar.ir.nodes import NAME, TERM
+from autopar.ir.nodes import NAME, TERM, drop_dead
 from autopar.ir.op_call import is_float
 from autopar.ir.program import Program
 from autopar.ir.region import Region
@@ -144,7 +144,7 @@ class _Replay(fx.Interpreter):
     """
 
     def __init__(self, region: Region, batch: int | None) -> None:
-        super().__init__(fx.GraphModule({}, region.graph), garbage_collect_values=False)
+        super().__init__(nn.Module(), garbage_collect_values=False, graph=region.graph)
         self._origins = region.origins
         self._notes = BackwardNotes()
         self._coupled = {node.name for node in coupled_products(region, batch)}
@@ -316,7 +316,7 @@ def simplify(graph: fx.Graph) -> fx.Graph:
             _stand_in(graph, node, seen[key])
         else:
             seen[key] = node
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     return graph
 
 
@@ -372,7 +372,7 @@ def _split_phases(region: Region) -> Region:
         anchor.prepend(node)
     for node in backward:
         again.rewire(node)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     graph.lint()
     names = frozenset(node.name for node in graph.nodes if node in forward and node.op == "call_function")
     origins = _origins(region, graph)
@@ -400,7 +400,7 @@ def _sum_products_first(graph: fx.Graph, backward: list[fx.Node]) -> None:
             total.meta = dict(node.meta)
         node.replace_all_uses_with(total)
         graph.erase_node(node)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _is_plain_add(node: fx.Node) -> bool:

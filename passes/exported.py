@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
-from autopar.ir.nodes import map_nodes
+from autopar.ir.nodes import drop_dead, map_nodes
 
 _NO_OPS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size"})
 _ALIASES = frozenset({"aten::alias", "aten::clone", "aten::lift_fresh_copy", "aten::contiguous", "aten::detach_"})
@@ -72,7 +72,7 @@ def clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[
         else:
             emit(root, node)
     placeholders = {node.name: env[node] for node in root.graph.nodes if node.op == "placeholder"}
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     _check_sizes(graph, origins)
     compat.on_meta(graph)
     return graph, origins, placeholders

@@ -55,11 +55,13 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
     if not _are_plain(writes, order, buffers):
         return False
     changed: dict[str, fx.Node] = {}
+    latest: dict[fx.Node, str] = {}
     for node in writes:
         for before, value in _replace(node, order):
-            held = next((name for name, latest in changed.items() if latest is before), before.name)
+            held = latest.get(before, before.name)
             if held in buffers:
-                changed[held] = value
+                latest.pop(changed.get(held, before), None)
+                changed[held], latest[value] = value, held
     output = next(node for node in root.graph.nodes if node.op == "output")
     for write in reversed(writes):
         root.graph.erase_node(write)
@@ -68,7 +70,6 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
         OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(value.name), buffers[name])
         for name, value in changed.items()
     ]
-    root.recompile()
     return True
 
 
@@ -99,11 +100,15 @@ def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Col
                 return False
             places.setdefault(held, []).append(order[node])
     written = set(writes)
+    through: dict[fx.Node | None, list[fx.Node]] = {}
+    for node in writes:
+        if not _is_batch_norm(node):
+            through.setdefault(_holder(node), []).append(node)
     lying: Counter[int] = Counter(
         place for node in order if node.op == "placeholder" for place in _storages(node.meta.get("val"))
     )
     for held, when in places.items():
-        same = [held, *(node for node in writes if not _is_batch_norm(node) and _holder(node) is held)]
+        same = [held, *through.get(held, ())]
         for reader in {user for node in same for user in node.users} - written:
             # What lies between: `when` is sorted.
             if _may_alias(reader) and bisect(when, order[reader]) < bisect_left(when, _last_read(reader, order)):

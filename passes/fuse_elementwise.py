@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.cost.roofline import Work, compute_time_s
 from autopar.ir.graphs import is_view
-from autopar.ir.nodes import NAME, copy_graph, result_types
+from autopar.ir.nodes import NAME, copy_graph, drop_dead, result_types
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.ir.sharding import Shard
@@ -120,7 +120,7 @@ def _rewrite(region: Region, matches: Sequence[Match]) -> Region:
         result.replace_all_uses_with(node)
         # A later match may read what this one made.
         copies[match.result] = node
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     graph.lint()
     return replace(region, graph=graph, origins=origins)
 

@@ -25,7 +25,7 @@ from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.base.codes import STORAGES
 from autopar.base.torch_compat import tracing
 from autopar.cost.local_work import FEW_QUERIES
-from autopar.ir.nodes import NAME, copy_graph, dtype_of, shape_of
+from autopar.ir.nodes import NAME, copy_graph, drop_dead, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.mesh import Mesh
@@ -76,7 +76,7 @@ def _rewrite(region: Region, ranks: int) -> Region:
             added.add(made.name)
     if not added:
         return region
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     graph.lint()
     left = frozenset(n.name for n in graph.nodes if n.name in region.forward_nodes or n.name in added)
     return replace(region, graph=graph, origins=origins, forward_nodes=left)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.ir.nodes import copy_graph, operand_of, shape_of, type_of
+from autopar.ir.nodes import copy_graph, drop_dead, operand_of, shape_of, type_of
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def group_heads(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default and len(node.args) > 2:
             _read_heads_themselves(node, sources)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     return graph
 
 

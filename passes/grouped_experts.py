@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.nodes import drop_dead
 from autopar.operators.experts import experts  # noqa: F401 (the operator that this writes)
 from autopar.passes.expert_products import Product, experts_of, parameters_of, product_of, read_expert, stripped
 from autopar.passes.indices import Builder
@@ -41,7 +42,7 @@ def simplify_grouped_experts(graph: fx.Graph, origins: dict[str, str]) -> None:
             other: one.product for other, one in found.items() if one.numbers is each.numbers and other is not node
         }
         _write(Builder(graph, node, origins), each, known)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _write(build: Builder, last: _Grouped, known: Mapping[fx.Node, Product]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.base.torch_compat import tracing as compat
-from autopar.ir.nodes import map_nodes
+from autopar.ir.nodes import drop_dead, map_nodes
 
 
 def simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
@@ -35,7 +35,7 @@ def simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
         if new is not None:
             node.replace_all_uses_with(new)
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def simplify_masked_write(graph: fx.Graph, origins: dict[str, str]) -> None:
@@ -82,7 +82,7 @@ def simplify_pieces(graph: fx.Graph, origins: dict[str, str]) -> None:
             build = Builder(graph, node, origins)
             node.replace_all_uses_with(build(torch.ops.aten.reshape.default, source.args[0], shape))
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _is_along_rows(split: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from autopar.cost import exchanges, rings
 from autopar.ir.choices import Offset, Starts, localize
 from autopar.ir.classes import Key, placeholder_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
-from autopar.ir.nodes import COPY_OF, FORM_OF, FORMS, NAME, map_nodes
+from autopar.ir.nodes import COPY_OF, FORM_OF, FORMS, NAME, drop_dead, map_nodes
 from autopar.ir.region import LoweredFunction, Region
 from autopar.ir.rings import EXCHANGES, NAMES
 from autopar.ir.sharding import Shard, Sharding, Step, format_sharding, redistribution_steps
@@ -110,7 +110,7 @@ class PhaseBuilder:
     ) -> LoweredFunction:
         """The function that gives `returned`, then what it keeps for later, under these names."""
         self.graph.output((*returned, *kept))
-        self.graph.eliminate_dead_code()
+        drop_dead(self.graph)
         join_sums(self.graph, self.layouts.sizes)
         return LoweredFunction(self.graph, tuple(self.inputs), len(returned), tuple(names))
 

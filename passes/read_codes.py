@@ -25,7 +25,7 @@ from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.base.codes import STORAGES, STORAGES_OF_WEIGHTS, decoded
 from autopar.base.torch_compat import tracing
 from autopar.cost.local_work import FEW_QUERIES
-from autopar.ir.nodes import argument, copy_graph, dtype_of, shape_of
+from autopar.ir.nodes import argument, copy_graph, drop_dead, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.hardware import Hardware
@@ -60,7 +60,7 @@ def _rewrite(region: Region, has_kernel: bool) -> Region:
             parts |= {"first_zeros": first.zeros, "second_zeros": second.zeros}
         said = {name: value for name, value in node.kwargs.items() if name != "transposed"}
         node.kwargs = {**said, "storage": first.storage, **parts}
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     graph.lint()
     left = frozenset(node.name for node in graph.nodes if node.name in region.forward_nodes)
     return replace(region, graph=graph, forward_nodes=left)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.ir.graphs import Recompute, is_view
-from autopar.ir.nodes import copy_graph
+from autopar.ir.nodes import copy_graph, drop_dead
 from autopar.ir.program import Mode, Program
 from autopar.ir.region import Region
 
@@ -61,7 +61,7 @@ def _recompute(region: Region, mode: Mode) -> Region:
         again.rewire(node)
     for original, copy in again.copies.items():
         origins[copy.name] = origins.get(original.name, "")
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     graph.lint()
     kept = frozenset(node.name for node in graph.nodes if node in forward)
     return replace(region, graph=graph, forward_nodes=kept, origins=origins)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.nodes import drop_dead
 from autopar.passes.indices import Builder
 
 _aten = torch.ops.aten
@@ -47,7 +48,7 @@ def simplify_reshapes(graph: fx.Graph, origins: dict[str, str]) -> None:
             found = build(_aten.reshape.default, found, shape)
         node.replace_all_uses_with(found)
         graph.erase_node(node)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 class _Atom:

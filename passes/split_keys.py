@@ -24,7 +24,7 @@ from torch import fx
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir.classes import Classes, placeholder_keys, result_keys, value_classes
 from autopar.ir.graphs import is_attention
-from autopar.ir.nodes import NAME, argument, copy_graph, dtype_of, shape_of
+from autopar.ir.nodes import NAME, argument, copy_graph, drop_dead, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.operators.basic import wide_dtype
@@ -65,7 +65,7 @@ def _rewrite(region: Region, classes: Classes, states: Collection[object], piece
             added[made] = node.name
     if not added:
         return region
-    graph.eliminate_dead_code()
+    drop_dead(graph)
     graph.lint()
     origins = {**region.origins, **{node.name: region.origins.get(source, "") for node, source in added.items()}}
     left = {node.name for node in graph.nodes if node.name in region.forward_nodes or node in added}

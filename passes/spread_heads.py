@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir.graphs import is_view
-from autopar.ir.nodes import copy_graph, frozen, map_nodes, operand_of, shape_of
+from autopar.ir.nodes import copy_graph, drop_dead, frozen, map_nodes, operand_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 
@@ -135,7 +135,7 @@ def _keep_views(region: Region, *, results: bool) -> None:
         for user in list(node.users):
             if twin.get(user, user) is user and (given or _reads(user)):  # no view that the forward has, too
                 user.replace_input_with(node, forward)
-    region.graph.eliminate_dead_code()
+    drop_dead(region.graph)
 
 
 def _reads(node: fx.Node) -> bool:

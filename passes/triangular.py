@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.nodes import map_nodes
+from autopar.ir.nodes import drop_dead, map_nodes
 from autopar.passes.indices import Builder, constant
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def simplify_substitution(graph: fx.Graph, origins: dict[str, str]) -> None:
                 factor = build(aten.neg.default, start)
                 solved = build(aten.linalg_solve_triangular.default, factor, start, upper=False, unitriangular=True)
                 last.replace_all_uses_with(solved)
-                graph.eliminate_dead_code()
+                drop_dead(graph)
 
 
 def _goes_on(user: fx.Node, written: fx.Node) -> bool:

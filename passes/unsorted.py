@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.torch_compat import tracing as compat
-from autopar.ir.nodes import map_nodes
+from autopar.ir.nodes import drop_dead, map_nodes
 from autopar.ir.op_call import op_call
 from autopar.ir.rule import Exchange
 from autopar.operators.rules.lookup import rule_for
@@ -57,7 +57,7 @@ def simplify_sorted(graph: fx.Graph, origins: dict[str, str]) -> None:
         except _MattersError:
             continue
         order.rewrite(graph, origins)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def number_parts(graph: fx.Graph, origins: dict[str, str]) -> None:
@@ -82,7 +82,7 @@ def number_parts(graph: fx.Graph, origins: dict[str, str]) -> None:
                 index.meta["val"] = order.numbers.meta["val"].new_empty(order.count)
                 origins[index.name] = origins.get(order.places.name, "")
             node.replace_all_uses_with(Builder(graph, node, origins)(_aten.eq.Scalar, index, number))
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 @dataclass(slots=True)

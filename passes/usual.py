@@ -23,6 +23,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -34,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
-from autopar.base.torch_compat.values import computed, made_of
+from autopar.base.torch_compat.values import computed
 from autopar.ir.program import Program
 from autopar.passes import counting
 from autopar.passes.checks import frame_of_model, passing
@@ -168,7 +169,10 @@ class Usual(TorchFunctionMode):
 
     def _asked(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> Any:
         """What Python reads of numbers that are made of the example's inputs, or of buffers; None of others."""
-        held = made_of(asked, self._held)
+        sources = compat.sources_from(asked, ChainMap[fx.Node, object]({**self._held}, {**self._traced}))
+        if sources is None:
+            return None
+        held = [node for node in sources if node in self._held]
         with computed():
             buffers = {node: self.buffers[self._held[node]].detach().cpu() for node in held}
         value = compat.value_from(asked, {**self._traced, **buffers})

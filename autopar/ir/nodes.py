@@ -84,6 +84,15 @@ def result_types(node: fx.Node) -> tuple[TensorType | None, ...]:
     return tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in values)
 
 
+def drop_dead(graph: fx.Graph) -> None:
+    """Drop what nobody reads, in place. As `fx.Graph.eliminate_dead_code`, which checks all of the graph before, and of
+    each node whether it may go: verification checks graphs between passes.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy with the same node names, and the map from old nodes to new ones."""
     new = fx.Graph()

@@ -22,6 +22,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 # capture: tensors without data that torch.export traces on, and what it raises when control flow depends on data.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+# capture, differentiate: graphs whose code is written when they are called, which ours never are.
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
 # capture: the tracer of modules, as torch.export makes it.
 from torch.fx.experimental import proxy_tensor
 
@@ -164,20 +167,10 @@ def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> to
 
 def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
     """As `value_from`, of what a node of the trace gives."""
-    needed: dict[fx.Node, None] = {}
-    held: dict[fx.Node, torch.Tensor] = {}
-    waiting = [last]
-    while waiting:
-        node = waiting.pop()
-        if node in given or node in held:
-            continue
-        if node.op == "get_attr" and (constant := _constant(node)) is not None:
-            held[node] = constant
-            continue
-        if node.op != "call_function" or not _is_computed(node.target):
-            return None
-        needed[node] = None
-        waiting += [each for each in node.all_input_nodes if each not in needed]
+    sources = _made_of(last, given)
+    if sources is None:
+        return None
+    needed, held, _ = sources
     with outside_of_tracing():
         writes = any(map(is_mutable, needed))
         made: dict[fx.Node, Any] = {node: x.clone() if writes else x for node, x in {**given, **held}.items()}
@@ -187,6 +180,38 @@ def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tens
                 made[node] = node.target(*args, **kwargs)
     found: torch.Tensor = made[last]
     return found
+
+
+def sources_from(value: torch.Tensor, given: Container[fx.Node]) -> list[fx.Node] | None:
+    """Which of the given nodes a traced tensor is made of; None as of `value_from`."""
+    last = node_of(value)
+    found = None if last is None else _made_of(last, given)
+    return None if found is None else list(found[2])
+
+
+def _made_of(
+    last: fx.Node, given: Container[fx.Node]
+) -> tuple[dict[fx.Node, None], dict[fx.Node, torch.Tensor], dict[fx.Node, None]] | None:
+    """What is computed, which constants are read, and which of the given nodes; None where anything else is needed."""
+    needed: dict[fx.Node, None] = {}
+    held: dict[fx.Node, torch.Tensor] = {}
+    read: dict[fx.Node, None] = {}
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        if node in held or node in read:
+            continue
+        if node in given:
+            read[node] = None
+            continue
+        if node.op == "get_attr" and (constant := _constant(node)) is not None:
+            held[node] = constant
+            continue
+        if node.op != "call_function" or not _is_computed(node.target):
+            return None
+        needed[node] = None
+        waiting += [each for each in node.all_input_nodes if each not in needed]
+    return needed, held, read
 
 
 def _constant(node: fx.Node) -> torch.Tensor | None:
@@ -290,6 +315,7 @@ def exclusive() -> Iterator[None]:
         stack.callback(setattr, proxy_tensor, "_ModuleStackTracer", proxy_tensor._ModuleStackTracer)
         proxy_tensor._ModuleStackTracer = _OfItsThread  # type: ignore[assignment, misc]
         stack.enter_context(without_warnings())
+        stack.enter_context(_use_lazy_graph_module(True))
         yield
 
 

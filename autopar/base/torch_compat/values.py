@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 # capture: what is made of known values is computed while the model is traced.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-from autopar.base.torch_compat.tracing import node_of
 
 tree_map = pytree.tree_map
 
@@ -43,15 +40,3 @@ def lifted(value: torch.Tensor) -> torch.Tensor:
     """A tensor with values, in the trace that goes on: a constant of the program."""
     traced: torch.Tensor = torch.ops.aten.lift_fresh_copy.default(value)
     return traced
-
-
-def made_of(value: torch.Tensor, among: Container[fx.Node]) -> list[fx.Node]:
-    """Which of some nodes a traced tensor is made of."""
-    last = node_of(value)
-    waiting, seen = [last] if last is not None else [], dict.fromkeys([last])
-    while waiting:
-        node = waiting.pop()
-        new = [] if node in among else [each for each in node.all_input_nodes if each not in seen]
-        seen.update(dict.fromkeys(new))
-        waiting += new
-    return [node for node in seen if node is not None and node in among]
