@@ -29,7 +29,9 @@ def _peaks(profile: Hardware) -> str:
 
 def _memory(profile: Hardware) -> str:
     size = f"{profile.memory_bytes / 2**30:.3g} GiB"
-    return f"{size} at {profile.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s"
+    cache = profile.cache_bandwidth_bytes_per_s
+    shared = f", the shared cache {cache / 1e9:.4g}" if cache else ""
+    return f"{size} at {profile.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s{shared}"
 
 
 def _gigabytes(link: Link) -> str:
@@ -52,6 +54,7 @@ def details(profile: Hardware) -> list[tuple[str, ...]]:
         "rates": "GFLOP/s: " + ", ".join(f"{key} {value / 1e9:.3g}" for key, value in profile.rates.items()),
         "launch": f"kernel {_microseconds(profile.launch_overhead_s)}, "
         f"collective {_microseconds(profile.collective_launch_s)}"
+        + (f", queued in {_microseconds(profile.host_kernel_s)} by the host" if profile.host_kernel_s else "")
         + (f", view {_microseconds(profile.view_s)}" if profile.view_s else "")
         + (f"; collectives take {profile.collective_busy:.0%} of a core" if profile.collective_busy else ""),
         "optimizer": _optimizer(profile),

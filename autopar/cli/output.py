@@ -172,6 +172,7 @@ def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "hidden_s": plan.cost.hidden_s,
         "waiting_s": plan.cost.waiting_s,
         "optimizer_s": plan.cost.optimizer_s,
+        "host_s": plan.cost.host_s,
         "rows_per_s": rates.rows_per_s,
         "tokens_per_s": rates.tokens_per_s,
         "tokens_per_s_per_device": rates.tokens_per_s_per_device,

@@ -57,18 +57,24 @@ def coded_seconds(
         if region.ops[node.name][0].arg("storage"):  # experts, which are handed codes
             written = decoded_bytes(*region.ops[node.name], region.strategies[node.name], mesh.sizes)
             own = work(node.name)
-            found[node.name] = time_of(replace(own, moved_bytes=own.moved_bytes - written))
+            codes = torch.float8_e4m3fn if region.ops[node.name][0].arg("storage") == "fp8" else None
+            dtype = codes if _multiplies(codes, mesh) else own.dtype
+            found[node.name] = time_of(replace(own, dtype=dtype, moved_bytes=own.moved_bytes - written))
             continue
         for coded in _coded_operands(region, node, mesh.sizes):
             call, own = region.ops[node.name][0], work(node.name)
             layout = region.strategies[node.name].operands[coded.operand]
             whole = _bytes(call.operands[coded.operand], layout, mesh.sizes)
-            narrow = coded.dtype is not None and mesh.hardware.format_of(coded.dtype) in mesh.hardware.peak_flops
-            dtype = coded.dtype if narrow else own.dtype
+            dtype = coded.dtype if _multiplies(coded.dtype, mesh) else own.dtype
             read = replace(own, dtype=dtype, moved_bytes=own.moved_bytes - whole + coded.num_bytes)
             found |= {each.name: 0.0 for each in coded.made if each.name in region.strategies}
             found[node.name] = time_of(read)
     return found
+
+
+def _multiplies(dtype: torch.dtype | None, mesh: Mesh) -> bool:
+    """Whether the device multiplies codes as they are: floats of eight bits."""
+    return dtype in _FLOATS and mesh.hardware.format_of(dtype) in mesh.hardware.peak_flops
 
 
 def _coded_operands(region: Region, product: fx.Node, sizes: tuple[int, ...]) -> Iterator[CodedOperand]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autopar.cost.accumulation import accumulation_seconds
 from autopar.cost.call_times import overlapped_seconds
 from autopar.cost.collectives import Collective, calls_on, collectives, num_calls
+from autopar.cost.hosts import host_seconds
 from autopar.cost.operator_time import region_seconds
 from autopar.cost.roofline import optimizer_time_s
 from autopar.ir.program import Program
@@ -44,6 +45,7 @@ class Memory:
 class Cost:
     """The prediction for one training step. communication_s: of all collectives; hidden_s: what of it runs beside the
     compute. waiting_s: of a rank of a pipeline, the time that it waits for others. optimizer_s: AdamW's update.
+    host_s: of a forward, how long the device waits for what the host queues (`autopar.cost.hosts`).
     """
 
     compute_s: float
@@ -52,10 +54,11 @@ class Cost:
     waiting_s: float = 0.0
     hidden_s: float = 0.0
     optimizer_s: float = 0.0
+    host_s: float = 0.0
 
     @property
     def step_time_s(self) -> float:
-        return self.compute_s + self.communication_s - self.hidden_s + self.waiting_s + self.optimizer_s
+        return self.compute_s + self.communication_s - self.hidden_s + self.waiting_s + self.optimizer_s + self.host_s
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -87,7 +90,8 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
         beside = compute_s + communication_s - overlapped_seconds(program, program.overlap)
         hidden_s = max(0.0, difference(beside, compute_s)) * (1.0 - program.on_mesh.hardware.collective_busy)
     memory, optimizer_s = _memory(program, peak_bytes), update_seconds(program)
-    return Cost(compute_s, communication_s, memory, hidden_s=hidden_s, optimizer_s=optimizer_s), rows
+    host_s = max(0.0, host_seconds(program) - (compute_s + communication_s - hidden_s))
+    return Cost(compute_s, communication_s, memory, 0.0, hidden_s, optimizer_s, host_s), rows
 
 
 def difference(seconds: float, of: float) -> float:

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from autopar.machine.curves import FEW_ROWS
 from autopar.machine.hardware import OP_CLASSES, Hardware, Link
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute"]
@@ -134,7 +133,9 @@ def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> 
 
     launches + max(time of the FLOPs, time of the bytes) + time of the bytes around. FLOPs: products and attention by
     their curves (`autopar.curves`), an operator with a rate by that, else flops / (peak(dtype) · efficiency(op_class)).
-    Bytes: moved_bytes / what the memory gives for so many. Raises ValueError for an unknown class.
+    Bytes: moved_bytes / what the memory gives for so many; of attention that goes head by head, once more from the
+    shared cache for each further query head of a key head (`Hardware.head_by_head`). Raises ValueError for an unknown
+    class.
 
     in_step: not by itself for a moment, but among others in a run of minutes, where products and attention are slower
     (`Hardware.kept_speed`).
@@ -142,6 +143,8 @@ def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> 
     if work.op_class == "view":
         return hardware.view_s
     memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
+    if hardware.head_by_head and work.few_rows > 1:
+        memory_s += hardware.repeated_s(work.moved_bytes, work.few_rows - 1)
     flops_s = _flops_time_s(work, hardware) / (hardware.kept_speed(work.op_class) if in_step else 1.0)
     around_s = work.around_bytes / hardware.memory_bytes_per_s(work.around_bytes) if work.around_bytes else 0.0
     return work.launches * hardware.launch_overhead_s + max(flops_s, memory_s) + around_s
@@ -160,7 +163,7 @@ def _flops_time_s(work: Work, hardware: Hardware) -> float:
             rows, seen, head_size, sees_all = work.dims
             flops = work.flops
             if work.few_rows and attention.half_rows:  # all cores have keys; a tile is computed whole
-                rows, flops = math.inf, flops * max(1.0, FEW_ROWS / work.few_rows)
+                rows, flops = math.inf, flops * max(1.0, hardware.attention_rows / work.few_rows)
             fraction = attention.fraction(rows, seen, head_size, bool(sees_all))
             return flops / (hardware.peak_flops_per_s(work.dtype) * fraction)
     elif (rate := hardware.rates.get(work.name)) is not None:

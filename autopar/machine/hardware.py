@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.base.errors import AutoparError
 from autopar.machine import links
-from autopar.machine.curves import AttentionCurve, MatmulCurve, Points, interpolate
+from autopar.machine.curves import FEW_ROWS, AttentionCurve, MatmulCurve, Points, interpolate
 from autopar.machine.links import Link
 
 # What an operator is, as far as its speed goes. A "view" moves nothing and costs nothing.
@@ -49,12 +49,17 @@ class Hardware:
     compute more than they move.
     memory_points: (bytes moved, bytes a second); none: the bandwidth times efficiency["memory"] at any size.
     memory_share: the fraction of it that a class, or an operator by its name, reaches, where that is not 1.
+    cache_bandwidth_bytes_per_s: of the cache that all cores share, where they read what others just read; None: not
+    known. head_by_head: whether kernels of attention of few queries read keys and values once for each query head, as
+    engines' did before they had some for grouped heads (`repeated_s`). attention_rows: of a tile of such attention,
+    which is computed whole: queries times the query heads of a key head.
     optimizer_passes: how often AdamW's update goes over the bytes of the parameters; optimizer_s_per_byte: measured
     seconds of it for a byte of parameters, instead; optimizer_s_per_tensor: what the host takes for each parameter of a
     step, where that is waited for.
     launch_overhead_s: a kernel's floor; graph_kernel_s: that of one in a CUDA graph; None: not known. graphs: whether
     programs run as CUDA graphs, which write states in place (`in_graphs`). view_s: of an operator that moves nothing.
-    All as they are among others.
+    All as they are among others. host_kernel_s, host_collective_s: what the host takes to queue one, beside the device
+    (`autopar.cost.hosts`); 0: not known.
     engine: whether programs run as serving engines run them (`as_engine`). engine_step_s, engine_row_s: what such an
     engine's host takes between two forwards, while the device waits, and what of it for each sequence (`between_s`).
     whole_prompts: whether it has kernels that know what of a cache is written, and prompts go through it in one call.
@@ -92,6 +97,7 @@ class Hardware:
     rates: Mapping[str, float] = field(hash=False, default_factory=dict)
     memory_points: Points = ()
     memory_share: Mapping[str, float] = field(hash=False, default_factory=dict)
+    cache_bandwidth_bytes_per_s: float | None = None
     optimizer_passes: float = 20.0
     optimizer_s_per_byte: float | None = None
     optimizer_s_per_tensor: float = 0.0
@@ -105,11 +111,15 @@ class Hardware:
     overlap_slowdown: float = 0.0
     expert_imbalance: float = 1.25
     graph_kernel_s: float | None = None
+    host_kernel_s: float = 0.0
+    host_collective_s: float = 0.0
     graphs: bool = False
     engine: bool = False
     whole_prompts: bool = False
     engine_step_s: float = 0.0
     engine_row_s: float = 0.0
+    head_by_head: bool = False
+    attention_rows: float = FEW_ROWS
 
     def in_graphs(self) -> Hardware:
         """As a program runs that is a CUDA graph (`autopar.runtime.graphs`): kernels that nobody launches, states that
@@ -222,6 +232,13 @@ class Hardware:
         if self.memory_points:
             return interpolate(self.memory_points, moved_bytes) * share
         return self.memory_bandwidth_bytes_per_s * self.efficiency["memory"] * share
+
+    def repeated_s(self, moved_bytes: float, times: float) -> float:
+        """Seconds to read what was just read from memory so many times more: from the cache that all cores share, and
+        where its speed is not known from memory.
+        """
+        known = self.cache_bandwidth_bytes_per_s or self.memory_bytes_per_s(moved_bytes)
+        return times * moved_bytes / known
 
     def with_links(self, *, node: str | None = None, network: str | None = None) -> Hardware:
         """The same device with other links, by name (`autopar.links.catalogue`): ``network="8xinfiniband-400"``.

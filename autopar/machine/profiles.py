@@ -139,7 +139,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
     for key, same in _DERIVED.items():
         efficiency[key] = number("efficiency", key) if key in read.table("efficiency") else efficiency[same]
     points = read.table("memory").get("points")
-    optimizer = read.table("optimizer")
+    optimizer, cache = read.table("optimizer"), "cache_bandwidth_bytes_per_s"
     return Hardware(
         name=str(data.get("name", name)),
         description=str(data.get("description", "")),
@@ -164,10 +164,13 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         rates=read.numbers("rates"),
         memory_points=read.points(points, "memory", "points") if points is not None else (),
         memory_share=read.numbers("memory_share"),
+        cache_bandwidth_bytes_per_s=number("memory", cache) if cache in read.table("memory") else None,
         optimizer_passes=number("optimizer", "passes") if "passes" in optimizer else 20.0,
         optimizer_s_per_byte=number("optimizer", "seconds_per_byte") if "seconds_per_byte" in optimizer else None,
         optimizer_s_per_tensor=number("optimizer", "seconds_per_tensor") if "seconds_per_tensor" in optimizer else 0.0,
         graph_kernel_s=number("launch", "graph_kernel_s") if "graph_kernel_s" in read.table("launch") else None,
+        host_kernel_s=number("launch", "host_kernel_s") if "host_kernel_s" in read.table("launch") else 0.0,
+        host_collective_s=number("launch", "host_collective_s") if "host_collective_s" in read.table("launch") else 0.0,
         view_s=number("launch", "view_s") if "view_s" in read.table("launch") else 0.0,
         collective_busy=number("launch", "collective_busy") if "collective_busy" in read.table("launch") else 0.0,
         expert_imbalance=number("experts", "imbalance") if "imbalance" in read.table("experts") else 1.25,

@@ -173,6 +173,7 @@ def _numbers(left: PlanRecord, right: PlanRecord) -> Iterator[Number]:
     yield both("hidden beside the compute", "s", lambda plan: plan.cost.hidden_s)
     yield both("waiting for other ranks", "s", lambda plan: plan.cost.waiting_s)
     yield both("optimizer", "s", lambda plan: plan.cost.optimizer_s)
+    yield both("waiting for the host", "s", lambda plan: plan.cost.host_s)
     if left.pipeline is not None or right.pipeline is not None:
         yield both("bubble", "%", lambda plan: plan.pipeline.timeline.bubble_share if plan.pipeline else 0.0)
     yield both("peak memory", "B", lambda plan: float(plan.cost.memory.peak))

@@ -171,6 +171,7 @@ def _step(plan: PlanRecord) -> Iterator[dict[str, Any]]:
         ("compute", cost.compute_s, "compute"), ("communication", cost.communication_s, "communication"),
         ("of it hidden beside the compute", -cost.hidden_s, "hidden"),
         ("waiting for other ranks", cost.waiting_s, "waiting"), ("optimizer", cost.optimizer_s, "optimizer"),
+        ("waiting for the host", cost.host_s, "waiting"),
     )  # fmt: skip
     for what, seconds, kind in parts:
         if seconds:

@@ -44,6 +44,7 @@ def step_terms(cost: Cost) -> str:
     terms = [f"{format_time(cost.compute_s)} compute", f"{format_time(waited_s)} communication{beside}"]
     terms += [f"{format_time(cost.waiting_s)} waiting"] * (cost.waiting_s > 0)
     terms += [f"{format_time(cost.optimizer_s)} optimizer"] * (cost.optimizer_s > 0)
+    terms += [f"{format_time(cost.host_s)} waiting for the host"] * (cost.host_s > 0)
     return " + ".join(terms)
 
 

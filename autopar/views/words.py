@@ -118,6 +118,7 @@ def bound(plan: PlanRecord) -> str:
         "waiting": cost.waiting_s,
         "communication": exposed,
         "optimizer": cost.optimizer_s,
+        "host": cost.host_s,
     }
     most = max(parts, key=parts.__getitem__)
     share = parts[most] / step
@@ -126,6 +127,8 @@ def bound(plan: PlanRecord) -> str:
         return f"Compute: {share:.0%} of the step{_compute_kinds(plan)}.{more}"
     if most == "waiting":
         return f"The pipeline: the busiest rank waits for others {share:.0%} of the step."
+    if most == "host":
+        return f"The host: {share:.0%} of the step the device waits for what is launched operator by operator."
     if most == "optimizer":
         return f"The optimizer's update of its own parameters: {share:.0%} of the step."
     first, _, sent, seconds = next(collective_groups(plan.collectives))

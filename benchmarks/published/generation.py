@@ -4,17 +4,20 @@
 
 Both phases of every row are placed on meta, tensor-parallel, and priced on the row's machine as serving engines run
 programs (`Hardware.as_engine`); no GPU is used, nothing is fitted. A batch is static: its prompts go through the model
-together, then each token of all. A token is priced with the cache at its mean length, as engines read no more of it
-than is written.
+together, then each token of all; where requests come and go, prompts of new ones go with tokens of others through one
+call (`_together`). A token is priced with the cache at its mean length, as engines read no more of it than is
+written.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import statistics
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,11 @@ import torch
 import autopar
 from autopar.api.generation import phase_inputs
 from autopar.base.errors import AutoparError
+from autopar.cost.operator_time import region_seconds
+from autopar.ir.op_call import OpCall
+from autopar.ir.program import Program
+from autopar.ir.rule import Rule
+from autopar.machine.curves import FEW_ROWS
 from autopar.machine.hardware import Hardware
 from autopar.planner.search.cluster import Cluster
 from autopar.planner.search.token_estimates import Phase
@@ -58,8 +66,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured batch. model: class and configuration of transformers'. tp: ranks. prompt, new: tokens of each of
-    `batch` sequences. published, peers, engine, weights, cache, later, counts: as the file's head says.
+    """One measured batch. model: class and configuration of transformers'. tp, ep: ranks. prompt, new: tokens of each
+    of `batch` sequences. All else as the file's head says.
     """
 
     id: str
@@ -71,9 +79,16 @@ class Row:
     prompt: int
     new: int
     published: Mapping[str, float] = field(hash=False)
+    ep: int = 1
     peers: bool = True
+    graphs: bool = True
+    grouped_heads: bool = True
+    attention_rows: float = FEW_ROWS
+    whole_head: bool = False
+    together: bool = False
     engine: Engine | None = None
     weights: str | None = None
+    leave: tuple[str, ...] = ()
     cache: str | None = None
     later: bool = False
     counts: bool = True
@@ -84,9 +99,14 @@ class Row:
         return name
 
     @property
+    def gpus(self) -> int:
+        return self.tp * self.ep
+
+    @property
     def words(self) -> str:
         """What ran, for a table."""
-        return f"{self.batch} x ({self.prompt} + {self.new}), tp={self.tp}, {self.machine.description}"
+        ranks = f"tp={self.tp}" if self.ep == 1 else f"ep={self.ep}"
+        return f"{self.batch} x ({self.prompt} + {self.new}), {ranks}, {self.machine.description}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +127,7 @@ class Prediction:
         total_s = first_s + (row.new - 1) * token_s
         tokens = row.batch * row.new
         return {
-            "tokens_per_s": tokens / total_s, "tokens_per_s_per_gpu": tokens / total_s / row.tp, "latency_s": total_s,
+            "tokens_per_s": tokens / total_s, "tokens_per_s_per_gpu": tokens / total_s / row.gpus, "latency_s": total_s,
             "token_s": token_s, "first_token_s": first_s,
         }[row.metric]  # fmt: skip
 
@@ -132,6 +152,7 @@ def load() -> tuple[list[Row], dict[str, Any]]:
             fields = {**source["defaults"], **given}
             machine = Machine(**fields.pop("hardware", source["hardware"]))
             fields["model"] = data["models"][fields["model"]]
+            fields["leave"] = tuple(fields.get("leave", ()))
             if "engine" in fields:
                 fields["engine"] = engines[fields["engine"]]
             rows.append(Row(source=source["id"], machine=machine, **fields))
@@ -147,7 +168,10 @@ def load() -> tuple[list[Row], dict[str, Any]]:
 
 def hardware_of(row: Row) -> Hardware:
     """The row's machine, as the row's engine runs programs."""
-    found = machine_of(row.machine).as_engine()
+    machine = machine_of(row.machine)
+    found = replace(machine.as_engine(), head_by_head=not row.grouped_heads, attention_rows=row.attention_rows)
+    if not row.graphs:
+        found = replace(found, launch_overhead_s=machine.launch_overhead_s)
     if row.engine is not None:
         each_s = row.engine.row_s + row.tp * row.engine.row_rank_s
         found = replace(found, engine_step_s=row.engine.step_s, engine_row_s=each_s)
@@ -157,16 +181,68 @@ def hardware_of(row: Row) -> Hardware:
 def predict(row: Row, layers: int | None = None) -> Prediction:
     """The prediction for a row. Raises AutoparError where autopar cannot express it."""
     model = _model(row, layers)
-    hardware = hardware_of(row)
-    cluster = Cluster(hardware, 1, row.tp)
     mean = autopar.Generation(row.batch, row.prompt, max(2, row.new // 2), cache=row.cache)  # its mean length
-    families = TokenFamilies(model, cluster, row.batch, phase_inputs(model, mean))
-    programs = families.on({"dp": 1, "ep": 1, "tp": row.tp})
+    programs = programs_of(row, model, phase_inputs(model, mean), row.batch)
+    between_s = hardware_of(row).between_s(row.batch)
+    if row.together:
+        return _together(row, model, programs, between_s)
+    first, then = (Phase.of(programs[name]).cost for name in ("prefill", "decode"))
+    head_s = _rest_of_head_s(row, model, programs["decode"]) if row.whole_head else 0.0
+    first_s, token_s = first.step_time_s + head_s, then.step_time_s + head_s
+    return Prediction(row.id, first_s, token_s, then.communication_s, between_s)
+
+
+def programs_of(row: Row, model: Any, inputs: Mapping[str, Any], rows: int) -> dict[str, Program]:
+    """Phases of so many sequences. Raises AutoparError where they cannot be placed so."""
+    families = TokenFamilies(model, Cluster(hardware_of(row), 1, row.gpus), rows, inputs)
+    programs = families.on({"dp": 1, "ep": row.ep, "tp": row.tp})
     if programs is None:
         raise AutoparError("a published row cannot be placed", where=row.id)
-    first, then = (Phase.of(programs[name]).cost for name in ("prefill", "decode"))
-    between_s = hardware.between_s(row.batch)
-    return Prediction(row.id, first.step_time_s, then.step_time_s, then.communication_s, between_s)
+    return programs
+
+
+def _together(row: Row, model: Any, programs: Mapping[str, Program], between_s: float) -> Prediction:
+    """Of requests that come and go. On the average `batch / new` prompts end in a token each step; they come whole, so
+    that a part of the steps has some, and the others none. A step with some is a token's with as many rows more, but
+    for its attention, which is a token's and a prompt's, and for the head, of which a prompt needs one row.
+    """
+    mean = row.batch / row.new
+    prompts = max(1, round(mean))
+    rows = row.batch + row.ep * math.ceil(prompts * row.prompt / row.ep)
+    inputs = phase_inputs(model, autopar.Generation(rows, 2, 2, cache=row.cache))
+    joined = programs_of(row, model, {"decode": inputs["decode"]}, rows)["decode"]
+    prompt, token = programs["prefill"], programs["decode"]
+    alone = Phase.of(token).cost
+    of_prompts_s = _seconds(prompt, _is_attention) * prompts / row.batch
+    head = functools.partial(_is_head, model.config.vocab_size)
+    both_s = Phase.of(joined).cost.step_time_s + of_prompts_s
+    both_s += sum(_seconds(token, each) - _seconds(joined, each) for each in (_is_attention, head))
+    step_s = alone.step_time_s + mean / prompts * (both_s - alone.step_time_s)
+    return Prediction(row.id, step_s, step_s, alone.communication_s, between_s)
+
+
+def _rest_of_head_s(row: Row, model: Any, token: Program) -> float:
+    """What each rank of a run that has a whole head multiplies beside its part of it."""
+    launch_s = token.on_mesh.hardware.launch_overhead_s
+    return (row.tp - 1) * (_seconds(token, functools.partial(_is_head, model.config.vocab_size)) - launch_s)
+
+
+def _seconds(program: Program, wanted: Callable[[OpCall, Rule], bool]) -> float:
+    """Of some operators, in all calls."""
+    return sum(
+        seconds * program.num_calls(region.name)
+        for region in program.regions
+        for name, seconds in region_seconds(region, program.on_mesh).items()
+        if wanted(*region.ops[name])
+    )
+
+
+def _is_attention(call: OpCall, rule: Rule) -> bool:
+    return rule.op_class == "attention"
+
+
+def _is_head(vocabulary: int, call: OpCall, rule: Rule) -> bool:
+    return rule.op_class == "matmul" and any(each is not None and each.shape[-1] == vocabulary for each in call.results)
 
 
 def _model(row: Row, layers: int | None) -> Any:
@@ -181,7 +257,7 @@ def _model(row: Row, layers: int | None) -> Any:
         config.num_hidden_layers = layers
     with torch.device("meta"):
         model = made(config).eval().to(torch.bfloat16)
-    return model if row.weights is None else autopar.store_weights(model, row.weights)
+    return model if row.weights is None else autopar.store_weights(model, row.weights, leave=row.leave)
 
 
 # -- the page

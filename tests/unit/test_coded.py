@@ -137,8 +137,11 @@ def test_a_host_between_two_forwards_is_an_engines() -> None:
 
 
 @pytest.mark.moderate
-def test_an_engine_reads_codes_of_experts() -> None:
-    """Breaks if an engine is charged for numbers of experts that it does not write out, or others are not."""
+@pytest.mark.parametrize(("way", "per_expert"), [("int8", 2 * 64 + 64), ("fp8-tensor", 1 + 1)])
+def test_an_engine_reads_codes_of_experts(way: str, per_expert: int) -> None:
+    """Breaks if an engine is charged for numbers of experts that it does not write out, or others are not; floats of
+    eight bits are multiplied as such.
+    """
     import transformers
 
     config = transformers.MixtralConfig(
@@ -146,15 +149,19 @@ def test_an_engine_reads_codes_of_experts() -> None:
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     made: Any = transformers.MixtralForCausalLM(config)
-    model = autopar.store_weights(made.to(torch.bfloat16).eval(), "int8")
+    model = autopar.store_weights(made.to(torch.bfloat16).eval(), way)
     batch = {"input_ids": torch.zeros(4, 1, dtype=torch.long), "use_cache": False}
     mesh = Mesh({"a": 2}, hardware=engine())
     plan = autopar.plan(model, mesh, example_inputs=batch, strategy="ddp", inference=True)
     assert plan.program is not None
-    ((seconds, alone),) = (each for name, each in products(plan.program).items() if name.startswith("experts"))
-    share = 1 - (1 - 2 / 4) ** 2  # of two tokens a rank
-    numbers = share * 4 * 3 * 64 * 64
-    read = replace(alone, moved_bytes=alone.moved_bytes - 2 * 2 * numbers)
-    scales, around = share * 4 * 2 * (2 * 64 + 64), 2 * (64 * 2 + 2 * 8 + 2 * 4 + 64 * 2)  # of a token: x, choices, y
-    assert read.moved_bytes == pytest.approx(numbers + scales + around, rel=1e-12)
-    assert seconds == pytest.approx(compute_time_s(read, engine(), in_step=True), rel=1e-12)
+    slow = replace(engine(), peak_flops={name: rate / 1e6 for name, rate in engine().peak_flops.items()})
+    for hardware in (engine(), slow):  # bytes decide, then products
+        program = replace(plan.program, mesh=Mesh({"a": 2}, hardware=hardware))
+        ((seconds, alone),) = (each for name, each in products(program).items() if name.startswith("experts"))
+        share = 1 - (1 - 2 / 4) ** 2  # of two tokens a rank
+        numbers = share * 4 * 3 * 64 * 64
+        dtype = torch.float8_e4m3fn if way.startswith("fp8") else alone.dtype
+        read = replace(alone, dtype=dtype, moved_bytes=alone.moved_bytes - 2 * 2 * numbers)
+        scales, around = share * 4 * 2 * per_expert, 2 * (64 * 2 + 2 * 8 + 2 * 4 + 64 * 2)  # of a token: x, choices, y
+        assert read.moved_bytes == pytest.approx(numbers + scales + around, rel=1e-12)
+        assert seconds == pytest.approx(compute_time_s(read, hardware, in_step=True), rel=1e-12)

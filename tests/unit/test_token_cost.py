@@ -107,6 +107,39 @@ def test_attention_of_a_token_takes_what_its_cache_takes(gpu: str, batch: int, k
     assert many.few_rows == 0
 
 
+def test_attention_that_goes_head_by_head_reads_keys_again() -> None:
+    """Breaks if kernels without grouped heads are priced as others, read from memory what the shared cache has, or a
+    head that has keys of its own is charged for them twice.
+    """
+    own = profiles.load("a100")
+    by_head = replace(own, head_by_head=True)
+    cache = empty(16, 8, 4096, 128)
+    grouped = work_of(OWN.attention.default, empty(16, 64, 1, 128), cache, cache, scale=0.1)
+    again_s = 7 * grouped.moved_bytes / 5.4e12
+    alone_s = grouped.moved_bytes / own.memory_bytes_per_s(grouped.moved_bytes)
+    seconds = compute_time_s(grouped, by_head) - by_head.launch_overhead_s
+    assert seconds == pytest.approx(alone_s + again_s, rel=1e-12)
+    unknown = replace(by_head, cache_bandwidth_bytes_per_s=None)
+    assert compute_time_s(grouped, unknown) - own.launch_overhead_s == pytest.approx(8 * alone_s, rel=1e-12)
+    single = work_of(OWN.attention.default, empty(16, 8, 1, 128), cache, cache, scale=0.1)
+    assert compute_time_s(single, by_head) == compute_time_s(single, own)
+    assert hardware_data.from_data(hardware_data.to_data(by_head)) == by_head
+
+
+def test_a_tile_of_a_few_queries_is_computed_whole() -> None:
+    """Breaks if the rows of a tile are not the profile's: of eight rows an H200 waits for its memory, of 64 for
+    its cores.
+    """
+    wide = profiles.load("h200")
+    narrow = replace(wide, attention_rows=8)
+    cache = empty(140, 4, 5120, 128)
+    work = work_of(OWN.attention.default, empty(140, 32, 1, 128), cache, cache, scale=0.1)
+    work = replace(work, moved_bytes=work.moved_bytes / 4)  # codes of four bits
+    memory_s = work.moved_bytes / wide.memory_bytes_per_s(work.moved_bytes)
+    assert compute_time_s(work, narrow) - narrow.launch_overhead_s == pytest.approx(memory_s, rel=1e-12)
+    assert compute_time_s(work, wide) > 1.3 * memory_s
+
+
 def test_attention_to_pieces_of_a_cache_is_of_the_type_that_it_reads() -> None:
     """Breaks if a prompt whose cache lies in pieces is priced by the type of the sums that are merged, float32: at the
     speed of cores that it does not use.

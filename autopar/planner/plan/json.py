@@ -127,6 +127,7 @@ def to_data(plan: PlanRecord) -> dict[str, Any]:
             "waiting_s": plan.cost.waiting_s,
             "hidden_s": plan.cost.hidden_s,
             "optimizer_s": plan.cost.optimizer_s,
+            "host_s": plan.cost.host_s,
         },
         "memory": asdict(plan.cost.memory),
         "collectives": [asdict(row) for row in plan.collectives],

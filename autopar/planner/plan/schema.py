@@ -56,6 +56,7 @@ class HardwareRow(TypedDict):
     plain_attention_s: NotRequired[dict[str, float]]
     memory_points: Points
     memory_share: NotRequired[dict[str, float]]
+    cache_bandwidth_bytes_per_s: NotRequired[float | None]
     optimizer_passes: NotRequired[float]
     optimizer_s_per_byte: NotRequired[float | None]
     optimizer_s_per_tensor: NotRequired[float]
@@ -69,11 +70,15 @@ class HardwareRow(TypedDict):
     overlap_slowdown: NotRequired[float]
     expert_imbalance: NotRequired[float]
     graph_kernel_s: NotRequired[float | None]
+    host_kernel_s: NotRequired[float]
+    host_collective_s: NotRequired[float]
     graphs: NotRequired[bool]
     engine: NotRequired[bool]
     whole_prompts: NotRequired[bool]
     engine_step_s: NotRequired[float]
     engine_row_s: NotRequired[float]
+    head_by_head: NotRequired[bool]
+    attention_rows: NotRequired[float]
 
 
 class TensorRow(TypedDict):
@@ -166,6 +171,7 @@ class CostRow(TypedDict):
     waiting_s: NotRequired[float]
     hidden_s: NotRequired[float]
     optimizer_s: NotRequired[float]
+    host_s: NotRequired[float]
 
 
 class SolvedRow(TypedDict):

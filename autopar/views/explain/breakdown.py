@@ -135,7 +135,7 @@ def breakdown(plan: PlanRecord) -> Breakdown:
     step = [("compute", cost.compute_s), ("communication", cost.communication_s)]
     step += [(what, each) for what, each in (
         ("hidden beside the compute", -cost.hidden_s), ("waiting for other ranks", cost.waiting_s),
-        ("optimizer", cost.optimizer_s),
+        ("optimizer", cost.optimizer_s), ("waiting for the host", cost.host_s),
     ) if each]  # fmt: skip
     parts = [
         ("parameters", memory.parameters), ("gradients", memory.gradients),
