@@ -48,6 +48,8 @@ from benchmarks.published.runs import machine_of
 METRICS = ("tokens_per_s", "tokens_per_s_per_gpu", "latency_s", "token_s", "first_token_s")
 NEAR = 0.20
 """What is further off is told as such."""
+TRACED_ROWS = 8192
+"""Of prompts that go with tokens: more are priced as so many more times these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,21 +206,37 @@ def programs_of(row: Row, model: Any, inputs: Mapping[str, Any], rows: int) -> d
 def _together(row: Row, model: Any, programs: Mapping[str, Program], between_s: float) -> Prediction:
     """Of requests that come and go. On the average `batch / new` prompts end in a token each step; they come whole, so
     that a part of the steps has some, and the others none. A step with some is a token's with as many rows more, but
-    for its attention, which is a token's and a prompt's, and for the head, of which a prompt needs one row.
+    for its attention, which is a token's and a prompt's, and for the head, of which a prompt needs one row. Where ranks
+    have sequences of their own, one has the whole prompt, and the others wait for it where tokens go to experts; these
+    have the rows of all.
     """
     mean = row.batch / row.new
     prompts = max(1, round(mean))
-    rows = row.batch + row.ep * math.ceil(prompts * row.prompt / row.ep)
-    inputs = phase_inputs(model, autopar.Generation(rows, 2, 2, cache=row.cache))
-    joined = programs_of(row, model, {"decode": inputs["decode"]}, rows)["decode"]
+    most = math.ceil(prompts / row.ep)
     prompt, token = programs["prefill"], programs["decode"]
+    traced = min(1.0, TRACED_ROWS / (row.ep * most * row.prompt))
+    busiest = _joined(row, model, row.batch + row.ep * math.ceil(most * row.prompt * traced))
     alone = Phase.of(token).cost
-    of_prompts_s = _seconds(prompt, _is_attention) * prompts / row.batch
     head = functools.partial(_is_head, model.config.vocab_size)
-    both_s = Phase.of(joined).cost.step_time_s + of_prompts_s
-    both_s += sum(_seconds(token, each) - _seconds(joined, each) for each in (_is_attention, head))
-    step_s = alone.step_time_s + mean / prompts * (both_s - alone.step_time_s)
+    more_s = Phase.of(busiest).cost.step_time_s - alone.step_time_s
+    more_s += sum(_seconds(token, each) - _seconds(busiest, each) for each in (_is_attention, head))
+    if row.ep > 1:
+        shared = _joined(row, model, row.batch + row.ep * math.ceil(prompts * row.prompt * traced / row.ep))
+        more_s += _experts_s(shared) - _experts_s(busiest)
+    more_s = more_s / traced + _seconds(prompt, _is_attention) * most * row.ep / row.batch
+    step_s = alone.step_time_s + mean / prompts * more_s
     return Prediction(row.id, step_s, step_s, alone.communication_s, between_s)
+
+
+def _joined(row: Row, model: Any, rows: int) -> Program:
+    """A token of so many sequences, with next to nothing in their caches."""
+    inputs = phase_inputs(model, autopar.Generation(rows, 2, 2, cache=row.cache))
+    return programs_of(row, model, {"decode": inputs["decode"]}, rows)["decode"]
+
+
+def _experts_s(program: Program) -> float:
+    """What all ranks do together: experts, and what is sent."""
+    return _seconds(program, lambda call, _: "experts" in call.name) + Phase.of(program).cost.communication_s
 
 
 def _rest_of_head_s(row: Row, model: Any, token: Program) -> float:
@@ -280,7 +298,9 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], found: Mapping[str, Predi
         "added when the terms were set: codes that are multiplied, hosts, what a machine's memory gives. Their mean "
         "error was 23.8% then. They showed that prompts of engines were priced with masks over whole caches, and the "
         "H200 without the attention that its cores have on an H100; with both mended they are no test any more of "
-        "that. + is too fast.",
+        "that, nor of what a run's kernels read for each query head, of tiles of XQA, of prompts that go with tokens: "
+        "these terms came from sources after rows had shown that something is missing, and no number of them from a "
+        "row. + is too fast.",
         "",
         pages.table(SUMMARY, _summary(own, data, found)),
     ]

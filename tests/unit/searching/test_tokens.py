@@ -178,7 +178,7 @@ def test_other_ways_are_planned_too() -> None:
     best of all is not told.
     """
     found = autopar.search(
-        model_of("llama"), "h100x4", generate=WANTED, batches=(2,), top=1, limits={"pp": 1}, others=True
+        model_of("llama"), "h100x4", generate=WANTED, batches=(2,), top=1, limits={"pp": 1, "tp": 2}, others=True
     )
     planned = {(way.name, way.mesh) for _, way, _ in found.others}
     assert {name for name, _ in planned} == {"zero3", "split_kv", "auto"}
