@@ -67,6 +67,18 @@ class Bucket:
     result: int
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A bucket to be: the joint classes of its node (first) and of the neighbours, the tables that enter its sum, and
+    as of `Bucket`.
+    """
+
+    joint: dict[int, IntArray]
+    factors: list[int]
+    shape: tuple[int, ...]
+    result: int
+
+
 @dataclass(slots=True)
 class Filled:
     """The outcome of `Buckets.run`: the least cost (np.inf: there is none), and all tables, for `decode`."""
@@ -84,13 +96,15 @@ class Buckets:
     def __init__(self, num_choices: Sequence[int], edges: Sequence[Edge], most_cells: float = math.inf) -> None:
         self.num_choices = list(num_choices)
         self.factors = [Factor.of({e.u: e.u_class, e.v: e.v_class}) for e in edges]
-        self.buckets: list[Bucket] = []
+        self._planned: list[Planned] = []
         self.cells = self.kept = 0.0
         self._at: list[set[int]] = [set() for _ in num_choices]
         for index, e in enumerate(edges):
             self._at[e.u].add(index)
             self._at[e.v].add(index)
         self.done = self._schedule(most_cells)
+        # How tables enter sums is worked out where there will be sums.
+        self.buckets = [self._bucket(each) for each in self._planned] if self.done else []
 
     def run(self, costs: Sequence[FloatArray], matrices: Sequence[FloatArray]) -> Filled:
         """Eliminate all nodes, at these costs of nodes [k] and of edges [class of u, class of v]."""
@@ -180,9 +194,6 @@ class Buckets:
                 self._at[w].discard(index)
         near = dict(sorted(joint.items(), key=lambda item: (-int(item[1].max()), item[0])))
         shape = tuple(int(classes.max()) + 1 for classes in (mine, *near.values()))
-        axis_of = {w: axis for axis, w in enumerate((node, *near))}
-        parts = [self._part(index, {node: mine, **near}, axis_of) for index in factors]
-        parts.sort(key=lambda part: math.prod(part.shape))
         self.cells += math.prod(map(float, shape))
         result = -1
         if near:
@@ -191,8 +202,15 @@ class Buckets:
             self.factors.append(Factor(near, dict(zip(near, shape[1:], strict=True))))
             for w in near:
                 self._at[w].add(result)
-        self.buckets.append(Bucket(node, tuple(parts), mine, shape, result))
+        self._planned.append(Planned({node: mine, **near}, factors, shape, result))
         return list(near)
+
+    def _bucket(self, planned: Planned) -> Bucket:
+        axis_of = {w: axis for axis, w in enumerate(planned.joint)}
+        parts = [self._part(index, planned.joint, axis_of) for index in planned.factors]
+        parts.sort(key=lambda part: math.prod(part.shape))
+        node, mine = next(iter(planned.joint.items()))
+        return Bucket(node, tuple(parts), mine, planned.shape, planned.result)
 
     def _part(self, index: int, joint: dict[int, IntArray], axis_of: dict[int, int]) -> Part:
         classes = self.factors[index].classes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from autopar.passes.codes import is_coded
 from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement.columns import Column
 from autopar.passes.placement.layouts import ParameterChoice, layouts_of, parameter_choices
-from autopar.passes.placement.parts import Parts, Slot
-from autopar.solver.problem import Usage
+from autopar.passes.placement.parts import Link, Parts, Slot
+from autopar.solver.problem import AssignmentProblem, Usage
 from autopar.strategies.axis import AxisStrategy
 
 
@@ -39,11 +40,7 @@ class Parameters(Parts):
         first = variables[0]
         uses = [key for key in members if key[0] == "slot"]
         choices, unmet = self.ways_to_keep(root)
-        reads = any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
-        costs = [
-            self._gather_seconds(first, choice, len(names), reads) + len(names) * self._update_seconds(first, choice)
-            for choice in choices
-        ]
+        costs = self._keeping_seconds(first, choices, len(names), uses)
         held = self.program.held_of(len(names))
         usages = self._parameter_usages(first, choices, held, uses)
         description = f"{first.name}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") + f" {first.type}"
@@ -67,9 +64,37 @@ class Parameters(Parts):
                 f"gradient:{first.name}", [len(names) * each for each in early], kept, f"gradient of {description}"
             )
             stored = [choice.stored for choice in choices]
-            price = 1.0 if first.name in self.first_parameters else self.once_price
             gradient = self.columns["gradient", root] = Column(slot.gradient_layouts)
+            slot.link, before = len(self.links), len(self.edges)
+            price = self._reduction_price(first)
             self._edge(slot.gradient, gradient, index, Column(stored), first.seen, len(names), price=price)
+            slot.edge = before if len(self.edges) > before else -1
+
+    def _reduction_price(self, variable: Variable) -> float:
+        return 1.0 if variable.name in self.first_parameters else self.once_price
+
+    def _keeping_seconds(
+        self, variable: Variable, choices: Sequence[ParameterChoice], count: int, uses: Sequence[Key]
+    ) -> list[float]:
+        """Of gathers and of the update, for so many parameters that are kept alike."""
+        reads = any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
+        return [
+            self._gather_seconds(variable, choice, count, reads) + count * self._update_seconds(variable, choice)
+            for choice in choices
+        ]
+
+    def at_this_price(self, slots: Mapping[Key, Slot], problem: AssignmentProblem, links: Sequence[Link]) -> None:
+        """Take over the nodes and edges of the same problem at another price, but for what parameters cost."""
+        self.nodes, self.edges = list(problem.nodes), list(problem.edges)
+        for root, slot in slots.items():
+            members = self.known.members[root]
+            names = [key[1] for key in members if key[0] == "var"]
+            uses, first = [key for key in members if key[0] == "slot"], self.program.variable(names[0])
+            costs = np.array(self._keeping_seconds(first, slot.choices, len(names), uses), dtype=float)
+            self.nodes[slot.node] = replace(self.nodes[slot.node], costs=costs)
+            if slot.edge >= 0:
+                link, price = links[slot.link], self._reduction_price(first)
+                self.edges[slot.edge] = self.edges[slot.edge]._replace(costs=self.reduction_seconds(link, price))
 
     def ways_to_keep(self, root: Key) -> tuple[list[ParameterChoice], list[frozenset[int]]]:
         """The ways to keep a class's parameters; for each, the axes whose strategy asks for more than it gives."""

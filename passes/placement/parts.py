@@ -32,7 +32,7 @@ from autopar.strategies.names import Pin, Pins
 @dataclass(slots=True)
 class Slot:
     """A parameter's or buffer's variable in the problem. unmet: for each choice, the axes whose strategy asks for more
-    than it gives, where that may be.
+    than it gives, where that may be. edge, link: the numbers of what reduces its gradient (-1: nothing does).
     """
 
     choices: list[ParameterChoice]
@@ -40,6 +40,8 @@ class Slot:
     gradient: int = -1
     gradient_layouts: list[Sharding] = field(default_factory=list)
     unmet: list[frozenset[int]] = field(default_factory=list)
+    edge: int = -1
+    link: int = -1
 
 
 class Link(NamedTuple):
@@ -151,9 +153,13 @@ class Parts:
         self.links.append(Link(u, sources, v, targets, type_, times, leave, region))
         matrix = (costs or self.bucketed).costing(type_, sources.distinct, targets.distinct, free=costs is None)
         if matrix is not None:
-            seconds = matrix * times
-            seconds = seconds if price == 1.0 else seconds * price
-            self.edges.append(Edge(u, v, sources.number, targets.number, seconds))
+            self.edges.append(Edge(u, v, sources.number, targets.number, _priced(matrix, times, price)))
+
+    def reduction_seconds(self, link: Link, price: float) -> np.ndarray:
+        """Of what reduces a gradient, where that takes any: from layout to layout."""
+        matrix = self.bucketed.costing(link.type_, link.sources.distinct, link.targets.distinct, free=True)
+        assert matrix is not None, "what takes time at one price takes some at another"
+        return _priced(matrix, link.times, price)
 
     def _port_type(self, key: Key) -> tuple[Region, TensorType]:
         region = self.program.region(key[1])
@@ -215,6 +221,11 @@ class Parts:
             kept = self.kept_views.get(user)  # the backward reads the view, not what it is a view of
             found += [user, *(each for each in users if kept is None or each.name in kept)]
         return found
+
+
+def _priced(matrix: np.ndarray, times: float, price: float) -> np.ndarray:
+    seconds = matrix * times
+    return seconds if price == 1.0 else seconds * price
 
 
 def _aliases(program: Program) -> set[fx.Node]:

@@ -94,6 +94,23 @@ def build_problem(
     return builder.build(memory_limit_bytes)
 
 
+def at_price(
+    built: PlacementProblem,
+    program: Program,
+    strategies: Sequence[AxisStrategy],
+    memory_limit_bytes: float | None,
+    overlap_price: float,
+    facts: dict[tuple[str, ...], Any] | None = None,
+) -> PlacementProblem:
+    """What `build_problem` builds without pins, from what it has built of the same program at another price: only what
+    gathers of parameters and reductions of gradients cost is another.
+    """
+    builder = _Builder(program, program.on_mesh, strategies, (), overlap_price, facts=facts)
+    builder.at_this_price(built.slots, built.problem, built.links)
+    problem = AssignmentProblem(tuple(builder.nodes), tuple(builder.edges), memory_limit_bytes)
+    return replace(built, problem=problem)
+
+
 def choices_within(
     built: PlacementProblem, program: Program, strategies: Sequence[AxisStrategy], facts: dict[tuple[str, ...], Any]
 ) -> list[np.ndarray]:

@@ -6,6 +6,8 @@ Where one axis splits every weight matrix, a placement is sought with all of the
 
     excused: None    gate: rows | columns | whole
     excused: ()      gate: rows | columns | ∞           nothing is built but the costs of parameters
+
+Nor is anything else built for `auto` at another price of gathers and reductions.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.program import Program
-from autopar.passes.placement.problem import PlacementProblem, build_problem
+from autopar.passes.placement.problem import PlacementProblem, at_price, build_problem
 from autopar.solver.problem import AssignmentProblem, Node
-from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.axis import AUTO, AxisStrategy
 from autopar.strategies.names import Pin
+
+PRICED = ("at a price",)
+"""Among facts: a program, and the problem in which all is left to the solver, at some price."""
+MOST_PAIRS = 1e7
+"""Of choices: problems of more are not kept (their costs take 80 MB), but built for each price."""
 
 
 class Variants:
@@ -71,7 +78,16 @@ class Variants:
         self, limit: float | None, gathered: Collection[tuple[str, str]], excused: Collection[tuple[str, int]] | None
     ) -> PlacementProblem:
         given = (self.program, self.strategies, self.pins, limit, self.overlap_price)
-        return build_problem(*given, gathered, excused, self.facts)
+        if self.pins or gathered or excused or any(each is not AUTO for each in self.strategies):
+            return build_problem(*given, gathered, excused, self.facts)
+        # All of `auto`, which is placed at several prices.
+        program, known = self.facts.get(PRICED, (None, None))
+        if program is self.program:
+            return at_price(known, self.program, self.strategies, limit, self.overlap_price, self.facts)
+        built = build_problem(*given, gathered, excused, self.facts)
+        if sum(edge.costs.size for edge in built.problem.edges) <= MOST_PAIRS:
+            self.facts[PRICED] = self.program, built
+        return built
 
 
 def _without(free: PlacementProblem, excused: frozenset[tuple[str, int]]) -> tuple[Node, ...] | None:
