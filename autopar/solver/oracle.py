@@ -83,7 +83,7 @@ class Oracle:
     """One graph, its elimination plan and its messages, at the prices last set.
 
     `buckets`: how to eliminate the core, too, where that is little work (nodes by their position in the core).
-    `compiled`: the messages, where they are passed by compiled loops.
+    `compiled`: the messages, where they are passed by compiled loops. `passes`: how often they were, there and back.
     """
 
     def __init__(self, graph: Graph, plan: Plan, buckets: Buckets | None = None, compiles: bool = False) -> None:
@@ -100,6 +100,7 @@ class Oracle:
         else:
             self.compiled.set_costs(self.state.costs, edges, self.evaluator.cells if plan.whole else None)
         self.prices: FloatArray | None = None
+        self.passes = 0
         position = self.messages.position
         self.network = Network(
             len(plan.core), [Edge(position[e.u], position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
@@ -153,6 +154,7 @@ class Oracle:
         bounds: list[float] = []
         for sweep in range(max_sweeps):
             bounds.append(max(self.messages.step(), bounds[-1] if bounds else -np.inf))
+            self.passes += 1
             is_late = late()
             bound = bounds[-1] + self.state.constant
             for forward in self._rounds(sweep, is_late, lasting) if searches else ():

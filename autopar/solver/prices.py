@@ -28,6 +28,9 @@ FIRST_SWEEPS = 60
 NEXT_SWEEPS = 12
 DAMPING = 0.35
 ROWS_AT_ONCE = 4
+PASS_SECONDS_A_CELL = 8e-9
+"""Of the costs of edges: twice what a pass there and back takes of a processor of 2023, with what is rounded meanwhile.
+"""
 FIRST_CAP = 4.0
 """Times the price at which what is above the limit costs as much as everything else."""
 CAP_GROWTH = 10.0
@@ -140,7 +143,7 @@ def ascend(
     as of `Oracle.run`.
     """
     if lasting and not len(start):
-        return _query(oracle, search, start, LASTING_SWEEPS, effort, lasting=True)[1]
+        return _pass_lastingly(oracle, search, start, effort)
     is_free = not start.any()
     first = NEXT_SWEEPS if len(start) and is_free else FIRST_SWEEPS
     best_bound, best_prices = _query(oracle, search, start, first * effort, effort, hopeless=hopeless)
@@ -173,6 +176,22 @@ def ascend(
         if search.closed or search.late or stalled == MAX_STALLED:
             break
     return best_prices
+
+
+def _pass_lastingly(oracle: Oracle, search: Search, prices: FloatArray, effort: int) -> FloatArray:
+    """Pass messages until they have settled. Where the search was given seconds of CPU time, so many passes as these
+    are worth, whatever they take: how far they come is not to depend on what else a machine does. What follows has the
+    rest.
+    """
+    if search.given_s is None:
+        return _query(oracle, search, prices, LASTING_SWEEPS, effort, lasting=True)[1]
+    pass_s = PASS_SECONDS_A_CELL * max(1, len(oracle.evaluator.cells))
+    sweeps = max(1, min(LASTING_SWEEPS, int(search.given_s / pass_s)))
+    before, search.deadline = oracle.passes, np.inf
+    found = _query(oracle, search, prices, sweeps, effort, lasting=True)[1]
+    search.given_s = max(0.0, search.given_s - (oracle.passes - before) * pass_s)
+    search.deadline = search.clock() + search.given_s
+    return found
 
 
 def refresh(oracle: Oracle, search: Search, prices: FloatArray) -> None:

@@ -64,7 +64,8 @@ class Search:
 
     `proof_gap`: the gap that will do, once good choices are known and only integer programs can prove more. `floor`:
     choices that cost less than this were never discarded. The search is closed, too, once it has a choice no
-    dearer than `good_enough`, or a bound above `hopeless`.
+    dearer than `good_enough`, or a bound above `hopeless`. `given_s`: the seconds it may take, where passes over wide
+    graphs are counted against them (`prices`); None: the clock alone ends it.
     """
 
     target: Target
@@ -75,6 +76,7 @@ class Search:
     clock: Callable[[], float] = time.process_time
     anytime: bool = False
     threads: int = 1
+    given_s: float | None = None
     cost: float = np.inf
     choice: tuple[int, ...] | None = None
     bound: float = -np.inf

@@ -68,7 +68,8 @@ def solve(
     wall_clock: bool = False,
 ) -> Solution:
     """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a
-    busy machine is not to change the answer). Where the gap is `proof_gap` or less, no integer program is asked to
+    busy machine is not to change the answer; passes over wide graphs are counted instead, as a busy processor is slower
+    by CPU time, too). Where the gap is `proof_gap` or less, no integer program is asked to
     prove a smaller one.
 
     `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
@@ -87,6 +88,7 @@ def solve(
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
     target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
     search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress, clock, anytime)
+    search.given_s = None if wall_clock or anytime else time_limit_s
     search.threads = min(os.cpu_count() or 1, MOST_THREADS) if wall_clock else 1
     full = from_problem(problem, usages, num_points)
     _offer_starts(problem, full, search, warm_starts)

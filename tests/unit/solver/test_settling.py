@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from autopar.solver import AssignmentProblem, Edge, Node, oracle, phases, pool, solve
+from autopar.solver import AssignmentProblem, Edge, Node, oracle, phases, pool, prices, solve
 from autopar.solver.compiled_messages import CompiledMessages
 from autopar.solver.graph import Graph
-from autopar.solver.search import SETTLED_GAP, STANDING
+from autopar.solver.oracle import Oracle
+from autopar.solver.search import SETTLED_GAP, STANDING, Search
 from tests.unit.solver.instances import layered, thresholds
 
 pytestmark = pytest.mark.unit
@@ -97,6 +100,38 @@ def test_messages_end_where_little_is_left_to_gain() -> None:
     assert exact.gap < 2e-3
     assert near.gap <= SETTLED_GAP
     assert near.cost <= exact.cost * (1 + SETTLED_GAP)
+
+
+def test_how_far_messages_come_does_not_depend_on_the_machine() -> None:
+    """Breaks if passes over wide graphs end with the clock: a busy machine would place something else. Here each look
+    at the clock takes ten minutes.
+    """
+    problem, hours = layered(2, num_nodes=200, num_choices=10, skips=0.9), itertools.count(step=600.0)
+    with loops() as bounds:
+        quiet = solve(problem, proof_gap=0.01, time_limit_s=6.0)
+        few = len(bounds)
+        with patch("time.process_time", lambda: next(hours)):
+            busy = solve(problem, proof_gap=0.01, time_limit_s=6.0)
+    assert 3 < few == len(bounds) - few
+    assert (busy.choice, busy.cost, busy.bound) == (quiet.choice, quiet.cost, quiet.bound)
+
+
+def test_passes_are_as_many_as_the_time_is_worth() -> None:
+    """Breaks if passes that are counted never end, or leave all of the time to what follows."""
+    problem = layered(2, num_nodes=200, num_choices=10, skips=0.9)
+    given_s = prices.PASS_SECONDS_A_CELL * sum(edge.costs.size for edge in problem.edges)
+    told: list[tuple[int, float, float | None]] = []
+
+    def noted(asked: Oracle, search: Search, *given: Any, **named: Any) -> Any:
+        found = prices.ascend(asked, search, *given, **named)
+        told.append((asked.passes, prices.PASS_SECONDS_A_CELL * len(asked.evaluator.cells), search.given_s))
+        return found
+
+    with loops(), patch.object(phases, "ascend", noted):
+        solve(problem, time_limit_s=given_s)
+    passes, pass_s, left_s = told[0]
+    assert 1 < passes == int(given_s / pass_s)
+    assert left_s == pytest.approx(given_s - passes * pass_s)
 
 
 def test_a_choice_is_found_in_a_smaller_graph_or_known_to_be_gone() -> None:
