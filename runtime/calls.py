@@ -37,7 +37,7 @@ class Ref:
 class Call:
     """A function with its arguments, tensors as `Ref`s. refs: the values among them. outs: what it gives, in order;
     made: those that were not there before. is_several: they come in a sequence. writes: storages. is_sent: by a
-    communicator, which is told `at` before.
+    communicator, which is told `at` before. region: the number of the program's region that it is made in.
     """
 
     function: Any
@@ -50,24 +50,26 @@ class Call:
     writes: frozenset[int]
     is_sent: bool
     at: At | None
+    region: int = 0
 
 
 class Calls:
     """What one run did, as `base/torch_compat/calls.py` tells it.
 
-    inputs: the numbers of the program's inputs, in order. held: the state, and what depends on nothing, by number.
-    why: what cannot be done again by the same calls, "" for nothing. at: what the communicator was told last.
+    inputs: the numbers of the program's inputs, in order; state: of its parameters, each once. held: these, and what
+    depends on nothing, by number. why: what cannot be done again by the same calls, "" for nothing. at: what the
+    communicator was told last; region: how many regions have begun.
     """
 
     def __init__(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
         self.held: dict[int, Tensor] = {}
-        self.why, self.at = "", cast("At | None", None)
+        self.why, self.at, self.region = "", cast("At | None", None), 0
         self._calls: list[Call] = []
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._storage: list[int] = []
         self._layouts: list[Layout] = []
         self._kept: dict[int, Tensor] = {}
-        self._state = frozenset(self._hold(x) for x in {id(x): x for x in state.values()}.values())
+        self.state = tuple(self._hold(x) for x in {id(x): x for x in state.values()}.values())
         self.inputs = tuple(self._new(x) for x in inputs.values())
         lie = [storage_id(x) for x in inputs.values()]
         if len(set(lie)) < len(lie) or not {storage_id(x) for x in state.values()}.isdisjoint(lie):
@@ -127,7 +129,7 @@ class Calls:
 
     def needed(self, outputs: Sequence[Ref], at_once: bool = True) -> list[Call]:
         """The calls that these outputs need, or whoever is sent to, in order. at_once: parts of parts are taken of the
-        whole, whatever a compiler would make of each.
+        whole, and views of the state are held; a compiler makes nothing of either, and serves other states.
         """
         values = {ref.number for ref in outputs}
         written = {storage for call in self._calls for storage in call.writes}
@@ -148,7 +150,7 @@ class Calls:
         instead: dict[int, int] = {}
         known: dict[str, tuple[int, ...]] = {}
         parts = {self._part(number): number for number in (*self.held, *self.inputs)}
-        fixed, of_state = set(self.held), set(self._state)
+        fixed, of_state = set(self.held) if at_once else {*self.held}.difference(self.state), set(self.state)
         views: set[int] = set()
         for each in self._calls:
             call = moved(each, instead)
@@ -224,7 +226,8 @@ class Calls:
             return
         at, self.at = (self.at, None) if is_sent else (None, self.at)
         is_several = not isinstance(found, Tensor)
-        self._calls.append(Call(function, own, named, tuple(refs), outs, made, is_several, writes, is_sent, at))
+        how = (is_several, writes, is_sent, at, self.region)
+        self._calls.append(Call(function, own, named, tuple(refs), outs, made, *how))
         here = {self._storage[n] for n in refs}
         is_small = all(x.nbytes <= MOST_BYTES or self._storage[n] in here for n, x in zip(outs, several, strict=True))
         if is_small and all(n in self.held or n in self._kept for n in refs):

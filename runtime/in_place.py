@@ -19,28 +19,21 @@ from autopar import operators
 from autopar.ir.graphs import CACHES
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
-from autopar.runtime.regions import compiler_of, recorded_in
+from autopar.runtime.regions import compiler_of
 from autopar.runtime.replay import Replay
 
 
 class InPlace:
     """A program over some states of its own. Raises AutoparError as `load_program` does.
 
-    compile_regions: as there; of a program whose regions are not all recorded (`recorded_regions.py`), as those that
-    send are not, what lies between its sends is compiled (`compiled_calls.py`).
+    compile_regions: as there; what lies between its sends is compiled (`compiled_calls.py`).
     """
 
     def __init__(self, program: LoadedProgram, compile_regions: bool | str = False) -> None:
-        others = recorded_in(program.namespace) if compile_regions else None
-        self._own = load_program(program.source, program.filename, compile_regions if others is not None else False)
+        self._own = load_program(program.source, program.filename)
         self._written: set[int] = set()
         compiler = compiler_of(compile_regions) if compile_regions else None
-        self._replay = Replay(program.source, program.filename, compiler) if others is None else None
-        if others is not None:
-            own = recorded_in(self._own.namespace)
-            assert own is not None
-            for region, other in zip(own, others, strict=True):
-                region.write(self._written, other)
+        self._replay = Replay(program.source, program.filename, compiler)
         namespace = self._own.namespace
         for name, with_writes in (("aten", _Aten), ("ops", _Operators)):
             if name in namespace:
@@ -58,7 +51,7 @@ class InPlace:
             finally:
                 self._written.clear()
 
-        return run(comm, state, inputs) if self._replay is None else self._replay(run, comm, state, inputs)
+        return self._replay(run, comm, state, inputs)
 
 
 class _Namespace:

@@ -17,6 +17,8 @@ from autopar.runtime import kernels
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.draws import reads_seed
 from autopar.runtime.regions import compile_regions as compile_in
+from autopar.runtime.regions import compiler_of, is_for_inference
+from autopar.runtime.replay import CompiledForward
 from autopar.runtime.transfers import Transfers
 
 Tensors = dict[str, Tensor]
@@ -116,11 +118,15 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     _require(namespace, filename, ("split_inputs",) if is_pipeline else ("split_inputs", "forward", "backward"))
     if compile_regions:
         compile_in(namespace, filename, compile_regions)
+    is_alone = bool(compile_regions) and not is_pipeline and is_for_inference(namespace)
     whole = [_whole_step(name, filename) if is_pipeline else namespace[name] for name in ("forward", "backward")]
     stages = _load_stages(namespace, filename) if is_pipeline else ()
     weight = namespace.get("loss_weight")
     if "ATTENTION" in namespace:
         whole, stages = _with_attention(namespace["ATTENTION"], filename, whole, stages)
+    if is_alone:
+        compiler, plain = compiler_of(compile_regions), partial(load_program, source, filename)
+        whole[0] = CompiledForward(source, filename, compiler, lambda: plain().forward, whole[0])
     return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages, source)
 
 

@@ -17,7 +17,6 @@ import torch
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.compiling import compiler_errors, is_layout_assertion, lookup_backend
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.recorded_regions import RecordedRegion, is_straight
 
 logger = logging.getLogger("autopar")
 
@@ -41,12 +40,9 @@ def compile_regions(namespace: dict[str, Any], filename: str, backend: bool | st
         AutoparError: no backend of that name.
     """
     compiler = compiler_of(backend)
-    own = {key: function for key, function in namespace.items() if _is_region(key, function)}
-    is_inference = all(key.endswith(_PHASES[0]) for key in own)
-    for key, function in own.items():
-        region = _Region(key, function, compiler, filename).wrapped()
-        is_recorded = is_inference and is_straight(function)
-        namespace[key] = _recorded(key, function, compiler, filename, region) if is_recorded else region
+    for key, function in list(namespace.items()):
+        if _is_region(key, function):
+            namespace[key] = _Region(key, function, compiler, filename).wrapped()
 
 
 def compiler_of(backend: bool | str) -> Any:
@@ -62,28 +58,9 @@ def compiler_of(backend: bool | str) -> Any:
         ) from error
 
 
-def recorded_in(namespace: Mapping[str, Any]) -> tuple[RecordedRegion, ...] | None:
-    """A program's regions, where all of them are recorded on the CPU; else None."""
-    found = [value for key, value in namespace.items() if _is_region(key, value)]
-    recorded = tuple(vars(each)[_RECORDED] for each in found if _RECORDED in vars(each))
-    return recorded if len(recorded) == len(found) else None
-
-
-_RECORDED = "_autopar_recorded"
-
-
-def _recorded(
-    name: str, function: Callable[..., Any], compiler: Any, filename: str, elsewhere: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The function as it is recorded on the CPU. elsewhere: what it is on other devices."""
-    recorded = RecordedRegion(name, function, compiler, filename)
-
-    @wraps(function)
-    def run(comm: Communicator, p: dict[str, Any], *args: Any) -> Any:
-        return (recorded if comm.device.type == "cpu" else elsewhere)(comm, p, *args)
-
-    vars(run)[_RECORDED] = recorded
-    return run
+def is_for_inference(namespace: Mapping[str, Any]) -> bool:
+    """Whether the regions of a program have no backward."""
+    return all(key.endswith(_PHASES[0]) for key, value in namespace.items() if _is_region(key, value))
 
 
 def _is_region(name: str, function: Any) -> bool:

@@ -39,7 +39,6 @@ from autopar.runtime.layout import in_blocks
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.microbatches import seed_of
 from autopar.runtime.placements import from_dtensor_placements
-from autopar.runtime.regions import recorded_in
 from autopar.runtime.replay import Replay
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.snapshot import Snapshot
@@ -261,10 +260,7 @@ class Repeat:
         """Whether states that its text writes may be written in place."""
         if not self.executable.compile_regions:
             return True
-        if self.comm.device.type != "cpu":
-            return False
-        is_sent = math.prod(self.comm.sizes) > 1 and is_straight_program(self.program.source)
-        return is_sent or recorded_in(self.program.namespace) is not None
+        return self.comm.device.type == "cpu" and is_straight_program(self.program.source)
 
     def _in_same_memory(self, values: Sequence[Tensor], inputs: Tensors, given: Mapping[str, Any]) -> dict[int, Any]:
         """The states that were written where they lay, by the places of outputs; others, as where a text that somebody

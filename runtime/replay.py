@@ -13,6 +13,9 @@ numbers are the text's, bit by bit, and ranks that run the text meet those that 
 
 Only straight text is written down (`straight.py`), and only where nothing went by values
 (`base/torch_compat/calls.py`). How inputs lie, and which tensors parameters are, is compared at every call.
+
+Where regions are to be compiled, what lies between two sends is one compiled function of inputs and parameters
+(`compiled_calls.py`), which serves other parameters, too, that lie as those did.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from autopar.base.torch_compat.calls import Calls as Seen
 from autopar.base.torch_compat.calls import has_modes, telling
 from autopar.operators.registration import SPELLED_OUT
 from autopar.runtime.calls import Calls, Text
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.compiled_calls import compiled_between
 from autopar.runtime.straight import is_straight_program
 
@@ -43,6 +47,8 @@ PLAIN_RUNS = 1
 """Runs as the text says before one is written down: most kinds of calls come once or twice."""
 MOST = 3
 """How often a program is written down, where parameters lie in other memory than before."""
+MOST_KINDS = 16
+"""Of inputs, for which a forward is compiled."""
 MOST_BYTES = 1 << 22
 """Of outputs that are copied, so that everything else is made in inference mode."""
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
@@ -67,7 +73,7 @@ class Replay:
         if self._known is not None and self._known.fits(comm, state, inputs):
             return self._known(inputs)
         self._num_runs += 1
-        if self._num_runs <= PLAIN_RUNS or self._num_written == MOST or has_modes():
+        if self._num_runs <= PLAIN_RUNS or self.is_over or has_modes():
             return run(comm, state, inputs)
         if not is_straight_program(self._source):
             self._num_written = MOST
@@ -82,9 +88,49 @@ class Replay:
         return values
 
     @property
+    def is_over(self) -> bool:
+        """Whether it writes nothing down any more: it did so often enough, or cannot."""
+        return self._num_written >= MOST
+
+    @property
     def text(self) -> str:
         """The calls, "" where they are not known."""
         return "" if self._known is None else self._known.text
+
+
+class CompiledForward:
+    """The forward of a program that was planned without a backward, on CPUs: its calls between two sends compiled.
+
+    plain: makes it as the text is. elsewhere: it with regions that are compiled each by itself (`regions.py`), for
+    other devices, and for text whose calls are not known beforehand.
+    """
+
+    def __init__(self, source: str, filename: str, compiler: Any, plain: Callable[[], Any], elsewhere: Any) -> None:
+        self._source, self._filename, self._compiler = source, filename, compiler
+        self._make, self._elsewhere = plain, elsewhere
+        self._plain: Any = None
+        self._replays: dict[Any, Replay] = {}
+
+    def __call__(self, comm: Communicator, state: Tensors, held: Tensors, inputs: Tensors, seed: Any) -> Any:
+        """As the program's own forward, which keeps nothing for a backward."""
+        key = (comm, *map(_layout, inputs.values()))
+        replay = self._replays.get(key)
+        if replay is None and self._is_for(comm) and not held and len(self._replays) < MOST_KINDS:
+            replay = self._replays[key] = Replay(self._source, self._filename, self._compiler)
+        if replay is None or replay.is_over or held or torch.is_grad_enabled():
+            return self._elsewhere(comm, state, held, inputs, seed)
+
+        def run(comm: Any, state: Tensors, inputs: Tensors) -> Sequence[Tensor]:
+            found: Sequence[Tensor] = self._plain(comm, state, {}, inputs, seed)[0]
+            return found
+
+        return tuple(replay(run, comm, state, inputs)), []
+
+    def _is_for(self, comm: Communicator) -> bool:
+        if comm.device.type != "cpu" or not is_straight_program(self._source):
+            return False
+        self._plain = self._plain or self._make()
+        return True
 
 
 def written_down(run: Run, comm: Any, state: Tensors, inputs: Tensors) -> tuple[Sequence[Tensor], Calls]:
@@ -113,14 +159,25 @@ class _Known:
         self._dtype = torch.get_default_dtype()
         outputs = [calls.ref(x) for x in values]
         needed = calls.needed(outputs, at_once=compiler is None)
+        parameters, held, said = calls.inputs, calls.held, list(inputs)
+        self._chosen: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+        self._lies: tuple[Any, ...] = ()
         if compiler is not None:
             needed = compiled_between(needed, calls, outputs, compiler, filename)
-        written = Text(calls.inputs, calls.held, list(inputs))
+            read = {number for call in needed for number in call.refs}
+            places = {id(x): place for place, x in reversed([*enumerate(self._state)])}
+            used = [place for number, place in zip(calls.state, sorted(places.values()), strict=True) if number in read]
+            self._lies, self._chosen = _lies(self._state), _chosen(used)
+            parameters = (*parameters, *(number for number in calls.state if number in read))
+            held = {number: x for number, x in held.items() if number not in calls.state}
+            said += [[*state][place] for place in used]
+        written = Text(parameters, held, said)
         self.text = written.of(needed, outputs)
         name = f"{filename.removesuffix('.py')}_calls_{next(_NUMBERS)}.py"
         linecache.cache[name] = (len(self.text), None, self.text.splitlines(keepends=True), name)
         exec(compile(self.text, name, "exec"), written.namespace)
         self._function: Callable[..., Sequence[Tensor]] = written.namespace["forward"]
+        self._given = () if self._chosen is None else self._chosen(self._state)
         given = {id(x) for x in inputs.values()}
         self._new = [id(x) not in given for x in values]
         may_keep = any(call.is_sent and call.function.__name__ not in COLLECTIVES for call in needed)
@@ -131,16 +188,30 @@ class _Known:
         """Whether the text would make these calls."""
         return (
             comm is self._comm
-            and len(self._state) == len(state)
-            and all(map(is_, self._state, state.values()))
-            and [*map(_PLACE, self._state)] == self._places
             and [*map(_layout, inputs.values())] == self._layouts
             and torch.get_default_dtype() == self._dtype
+            and (self._is_same(state) or self._takes(state))
         )
 
+    def _is_same(self, state: Tensors) -> bool:
+        return (
+            len(self._state) == len(state)
+            and all(map(is_, self._state, state.values()))
+            and [*map(_PLACE, self._state)] == self._places
+        )
+
+    def _takes(self, state: Tensors) -> bool:
+        """Whether what is compiled serves other parameters, which are handed to it from now on."""
+        if self._chosen is None or _lies([*state.values()]) != self._lies:
+            return False
+        self._state = list(state.values())
+        self._places, self._given = [*map(_PLACE, self._state)], self._chosen(self._state)
+        return True
+
     def __call__(self, inputs: Tensors) -> Sequence[Tensor]:
+        """The outputs of inputs that fit."""
         if not self._in_inference:
-            return self._function(*inputs.values())
+            return self._function(*inputs.values(), *self._given)
         # Where no call counts the versions of what it makes, each takes less; outputs are tensors like any other.
         with torch.inference_mode():
             values = self._function(*inputs.values())
@@ -149,6 +220,16 @@ class _Known:
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
     return type(x), x.shape, x.stride(), x.dtype
+
+
+def _lies(state: Sequence[Tensor]) -> tuple[Any, ...]:
+    """How parameters lie, and which of them are the same."""
+    first: dict[int, int] = {}
+    return tuple((first.setdefault(id(x), place), *_layout(x)) for place, x in enumerate(state))
+
+
+def _chosen(places: Sequence[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    return lambda state: [state[place] for place in places]
 
 
 class _Sending:
@@ -161,6 +242,7 @@ class _Sending:
     def at(self, where: str) -> None:
         self._say(where)
         self._calls.at = (self._say, where)
+        self._calls.region += 1
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._comm, name)

@@ -16,6 +16,11 @@ def lookup_backend(name: str) -> Any:
     return lookup(name)
 
 
+def without_wrappers(run: Any) -> Any:
+    """A function that a backend made, as whoever calls it with tensors that lie as its examples do may call it."""
+    return run
+
+
 def leave_to_eager(*kinds: type[Any]) -> None:
     """Have torch.compile run what meets a tensor of these classes as it is (runtime/module.py): their functions gather,
     which its fake tensors cannot. Torch 2.11 to 2.13; without effect where it has no such setting.
