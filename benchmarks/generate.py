@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.pop(1)  # this folder, whose `coverage` is nobody's package of that name
 
 from benchmarks import pages
 from benchmarks.serving.contenders import BUILT

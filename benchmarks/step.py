@@ -19,6 +19,7 @@ from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.pop(1)  # this folder, whose `coverage` is nobody's package of that name
 
 import torch
 import torch.distributed as dist

@@ -137,7 +137,7 @@ class Agreement:
         self.settings = self.held = ""
         self.alike: Alike | None = None
         self.writes, self.apart = Edits({}), frozenset[str]()
-        self._steps = 0
+        self._steps = self._num_ranks = 0
         self._given: list[Tensor] = []
         self._sent: _Sent | None = None
         self._seed: int | Tensor | None = None
@@ -168,7 +168,8 @@ class Agreement:
         """
         self.settle()
         self._seed = None
-        if dist.get_world_size() == 1:
+        self._num_ranks = self._num_ranks or dist.get_world_size()
+        if self._num_ranks == 1:
             return
         seed = draws.peek()
         modes, trained, records, settings = call.modes, call.trained, torch.is_grad_enabled(), self.settings

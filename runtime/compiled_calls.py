@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from autopar.base.torch_compat import tracing
-from autopar.base.torch_compat.compiling import without_wrappers
+from autopar.base.torch_compat.compiling import within
+from autopar.operators.registration import SPELLED_OUT
 from autopar.runtime.calls import Call, Calls, Ref, Text, moved
 
 logger = logging.getLogger("autopar")
@@ -155,9 +156,15 @@ class _Compiling:
 
 
 def _run(function: Function, examples: list[Tensor], compiler: Any) -> Function:
+    def flat(*given: Tensor) -> list[Tensor]:
+        return list(function(*given))
+
     with torch.no_grad():
-        graph = tracing.make_fx(lambda *given: list(function(*given)), {}, examples)
-        return without_wrappers(compiler(graph, examples))
+        try:
+            graph = tracing.make_fx(flat, SPELLED_OUT, examples)
+        except Exception:  # an operator that looks at numbers, as experts ask how many tokens each has
+            graph = tracing.make_fx(flat, {}, examples)
+        return within(compiler(graph, examples))
 
 
 def _example(number: int, record: Calls) -> Tensor:

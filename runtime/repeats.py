@@ -22,11 +22,13 @@ from operator import is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.base import environment
 from autopar.base.huggingface.caches import is_cache
+from autopar.base.huggingface.outputs import Make, maker_like
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import TensorInterface
 from autopar.runtime.agreement import Call
@@ -112,9 +114,9 @@ class _Source:
 @dataclass(slots=True, eq=False)
 class Repeat:
     """A kind of call. compared: the inputs whose values ranks compare. specs: how outputs lie, None of numbers.
-    named: this rank's parameters, with how they lie. kind, fields: of the model's output, and the places of outputs in
-    it; None where it is no plain structure of these. capture: what makes a graph of the program, where it may be one.
-    states: its inputs that are states, with the places of the outputs that they become. cut: the inputs of
+    named: this rank's parameters, with how they lie. make, fields: what makes the model's output, and the places of
+    outputs in it; None where it is no plain structure of these. capture: what makes a graph of the program, where it
+    may be one. states: its inputs that are states, with the places of the outputs that they become. cut: the inputs of
     which the program takes a part or casts; stand_ins: for those of which this rank has its piece.
     """
 
@@ -129,7 +131,7 @@ class Repeat:
     buffers: Sequence[tuple[str, Mapping[str, Any], str]]
     comm: Communicator
     seed: Any
-    kind: Callable[..., Any]
+    make: Make | None
     fields: Sequence[tuple[str, Any]] | None
     gather_first: Sequence[Callable[[], None] | None]
     choose_first: Sequence[Callable[[], None] | None]
@@ -331,12 +333,12 @@ class Repeat:
 
     def output(self, seen: Sequence[Any], leaves: Mapping[str, Any]) -> Any:
         """What the model's forward returns. seen: its outputs."""
-        if self.fields is None:
+        if self.fields is None or self.make is None:
             return self.executable.rebuild_output(seen)
         found: dict[str, Any] = {}
         for name, place in self.fields:
             found[name] = seen[place] if isinstance(place, int) else leaves[name].after([seen[i] for i in place])
-        return self.kind(**found)
+        return self.make(found)
 
 
 def repeat_of(
@@ -390,12 +392,12 @@ def repeat_of(
     cut = frozenset(name for name, x in whole.items() if name not in stand_ins and local[name] is not x)
     kept = call._replace(inputs={}, kinds=call.kinds_of_inputs())
     return Repeat(
-        executable, program, Snapshot(model), kept,
+        executable, program, Snapshot(model, dist.get_world_size() > 1), kept,
         {name: each for name, each in compared.items() if each is not None},
         [each for each in sources if each is not None],
         [getattr(each, "_spec", None) for each in outputs],
         [(entry, p, p._spec) for entry, p in zip(interface.parameters, placed, strict=True)],
-        buffers, comm, seed_of(0, 0, comm.device), type(output), fields,
+        buffers, comm, seed_of(0, 0, comm.device), None if fields is None else maker_like(output), fields,
         [getattr(each, "_gather_first", None) for each in outputs],
         [getattr(each, "_choose_first", None) for each in outputs],
         capture if may_capture else None, _states(sources, fields) if stand_ins else {}, cut, stand_ins,

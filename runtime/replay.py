@@ -73,7 +73,7 @@ class Replay:
         if self._known is not None and self._known.fits(comm, state, inputs):
             return self._known(inputs)
         self._num_runs += 1
-        if self._num_runs <= PLAIN_RUNS or self.is_over or has_modes():
+        if self._num_runs <= PLAIN_RUNS or self._num_written >= MOST or has_modes():
             return run(comm, state, inputs)
         if not is_straight_program(self._source):
             self._num_written = MOST
@@ -88,9 +88,9 @@ class Replay:
         return values
 
     @property
-    def is_over(self) -> bool:
-        """Whether it writes nothing down any more: it did so often enough, or cannot."""
-        return self._num_written >= MOST
+    def is_refused(self) -> bool:
+        """Whether its calls are not known beforehand, and will not be."""
+        return self._known is None and self._num_written >= MOST
 
     @property
     def text(self) -> str:
@@ -117,7 +117,7 @@ class CompiledForward:
         replay = self._replays.get(key)
         if replay is None and self._is_for(comm) and not held and len(self._replays) < MOST_KINDS:
             replay = self._replays[key] = Replay(self._source, self._filename, self._compiler)
-        if replay is None or replay.is_over or held or torch.is_grad_enabled():
+        if replay is None or replay.is_refused or held or torch.is_grad_enabled():
             return self._elsewhere(comm, state, held, inputs, seed)
 
         def run(comm: Any, state: Tensors, inputs: Tensors) -> Sequence[Tensor]:

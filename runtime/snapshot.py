@@ -16,9 +16,12 @@ _WANTS, _GRAD = attrgetter("requires_grad"), attrgetter("grad")
 
 
 class Snapshot:
-    """What of a model, beside its values, decides what a forward of it is: as one forward found it."""
+    """What of a model, beside its values, decides what a forward of it is: as one forward found it.
 
-    def __init__(self, model: nn.Module) -> None:
+    with_grads: which parameters want gradients, and have them, too: ranks tell each other.
+    """
+
+    def __init__(self, model: nn.Module, with_grads: bool = True) -> None:
         modules = list(model.modules())
         # All of it is compared in few calls of C.
         self._of_modules, self._kinds = modules, [*map(type, modules)]
@@ -39,7 +42,7 @@ class Snapshot:
         self._holders, self._names = [held for held, *_ in numbers], [name for _, name, _ in numbers]
         self._values = [list(x) if isinstance(x, list) else x for *_, x in numbers]
         self._parameters = list(model.parameters())  # held, so that their ids are nobody else's
-        self._grads = _grads(self._parameters)
+        self._grads = _grads(self._parameters) if with_grads else None
 
     def holds(self) -> bool:
         """Whether all of it is as it was."""
@@ -51,7 +54,7 @@ class Snapshot:
             return False
         if any(self._no_hooks) or [*map(tuple, self._hooks)] != self._keys:
             return False
-        return _grads(self._parameters) == self._grads
+        return self._grads is None or _grads(self._parameters) == self._grads
 
     def _read(self, name: str) -> list[Any]:
         return [*map(dict.get, self._vars, repeat(name))]

@@ -75,6 +75,21 @@ def tokens(name: str, way: str) -> tuple[dict[str, list[list[int]]], int]:
         return found, _num_runs(compiled)
 
 
+def tokens_of_pieces(way: str) -> tuple[dict[str, list[list[int]]], list[tuple[int, int]]]:
+    """The tokens of every case, twice the same; of each program whose calls are known, how many compiled pieces it is,
+    and how many sends.
+    """
+    model, prompt = generation.model_and_prompt("qwen2")
+    compiled = _compiled(model, way=way)
+    found = generation.generated(compiled, prompt)
+    assert generation.generated(compiled, prompt) == found
+    own = [each._in_place for each in compiled.autopar.repeats._kept.values()]
+    texts = [each._replay.text.splitlines() for each in own if each is not None and each._replay.text]
+    calls = [[line for line in text if line.startswith("    ") and "(" in line] for text in texts]
+    calls = [[line for line in text if not line.strip().startswith(("at(", "return", "del"))] for text in calls]
+    return found, [(len(text) - (sent := sum("all_" in x for x in text)), sent) for text in calls]
+
+
 def kept_by_a_script(way: str) -> list[bool]:
     """What a script keeps of one run is as it was after others: its cache, logits of every token."""
     with as_graphs(way):

@@ -10,7 +10,9 @@ from tests.dist.launch import launch
 
 @pytest.mark.slow
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("way", "ranks"), [("plain", 1), ("plain", 2), ("graphs", 1), ("none", 1), ("compiled", 1)])
+@pytest.mark.parametrize(
+    ("way", "ranks"), [("plain", 1), ("plain", 2), ("graphs", 1), ("none", 1), ("compiled", 1), ("compiled", 2)]
+)
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mamba", "lfm2", "t5"])
 def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> None:
     """Breaks if an input of a repeat goes elsewhere, if a state is another's, if a graph's memory is not what a call
@@ -20,6 +22,18 @@ def test_tokens_are_those_of_one_process(name: str, way: str, ranks: int) -> Non
     for found, runs in launch(repeats.tokens, ranks, name, way, timeout_s=240.0):
         assert found == want
         assert runs > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_of_compiled_pieces_are_those_of_one_process(ranks: int) -> None:
+    """Breaks if a compiler's code between two sends gives other tokens, if tokens go past it, or if what sends nothing
+    is more than one piece.
+    """
+    want = generation.generated(*generation.model_and_prompt("qwen2"))
+    for found, numbers in launch(repeats.tokens_of_pieces, ranks, "compiled", timeout_s=240.0):
+        assert found == want
+        assert numbers and all(pieces == sent + 1 and (sent > 3) == (ranks > 1) for pieces, sent in numbers)
 
 
 @pytest.mark.slow
@@ -34,7 +48,9 @@ def test_what_a_script_keeps_is_not_written(way: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "ranks", "counts"), [("plain", 2, [5, 6]), ("compiled", 1, [5, 7])])
+@pytest.mark.parametrize(
+    ("way", "ranks", "counts"), [("plain", 2, [5, 6]), ("compiled", 1, [5, 7]), ("compiled", 2, [5, 7])]
+)
 def test_caches_are_written_in_place_within_one_call(way: str, ranks: int, counts: list[int]) -> None:
     """Breaks if tokens copy their caches, or if a cache that is taken up again is written by what takes it up."""
     for found, same in launch(repeats.written_in_place, ranks, way, timeout_s=240.0):

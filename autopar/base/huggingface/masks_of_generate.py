@@ -73,15 +73,15 @@ def _of_a_token(self: Any, embeds: Tensor, mask: Any, cache: Any) -> Any:
 
     Whether that is so is found out at a cache's first token, of which both are made, and kept with it (`TOKENS`).
     """
-    if embeds.shape[1] != 1 or type(mask) is not Tensor or mask.dim() != 2:
+    if embeds.shape[1] != 1 or (mask is not None and (type(mask) is not Tensor or mask.dim() != 2)):
         return None
     way = getattr(cache, TOKENS, None)
     if way is None or (way.is_short and way.columns.shape[0] != cache.layers[0].get_max_length()):
         way = _way(self.config.get_text_config(), embeds, mask, cache)
         setattr(cache, TOKENS, way)
-    if not way.is_short or mask.shape[1] > way.columns.shape[0]:
+    if not way.is_short or (mask is not None and mask.shape[1] > way.columns.shape[0]):
         return None
-    found = way.mask(mask, cache)
+    found = way.mask(mask, cache, embeds.shape[0])
     return {"full_attention": found} if way.by_kind else found
 
 
@@ -93,28 +93,30 @@ class _Way:
     columns: Tensor
     by_kind: bool = False
 
-    def mask(self, mask: Tensor, cache: Any) -> Tensor:
-        """[batch, 1, 1, length]: the positions up to the token's that count. mask: [batch, positions so far]."""
-        length = self.columns.shape[0]
+    def mask(self, mask: Tensor | None, cache: Any, batch: int) -> Tensor:
+        """[batch, 1, 1, length]: the positions up to the token's that count. mask: [batch, positions so far], None
+        where all count.
+        """
+        length, device = self.columns.shape[0], self.columns.device
         written = cache.get_seq_length()
-        written = (
-            written if type(written) is Tensor else torch.as_tensor(written, device=mask.device).as_subclass(Tensor)
-        )
+        written = written if type(written) is Tensor else torch.as_tensor(written, device=device).as_subclass(Tensor)
+        if mask is None:
+            return (self.columns <= written).expand(batch, 1, 1, length)
         counts = F.pad(mask.to(torch.bool), (0, length - mask.shape[1]))
         return (counts & (self.columns <= written)).view(-1, 1, 1, length)
 
 
-def _way(config: Any, embeds: Tensor, mask: Tensor, cache: Any) -> _Way:
+def _way(config: Any, embeds: Tensor, mask: Tensor | None, cache: Any) -> _Way:
     kinds = getattr(config, "layer_types", None)
-    way = _Way(True, torch.arange(cache.get_max_length(), device=mask.device), kinds is not None)
-    if not _sees_all(config, kinds, cache) or mask.shape[1] > way.columns.shape[0]:
+    way = _Way(True, torch.arange(cache.get_max_length(), device=embeds.device), kinds is not None)
+    if not _sees_all(config, kinds, cache) or (mask is not None and mask.shape[1] > way.columns.shape[0]):
         return replace(way, is_short=False)
     usual: Any = importlib.import_module("transformers.masking_utils").create_masks_for_generate(
         config, embeds, mask, cache
     )
     if kinds is not None:
         usual = usual.get("full_attention") if isinstance(usual, dict) and len(usual) == 1 else None
-    found = way.mask(mask, cache)
+    found = way.mask(mask, cache, embeds.shape[0])
     is_same = isinstance(usual, Tensor) and usual.dtype == found.dtype and torch.equal(found, usual)
     return replace(way, is_short=is_same)
 

@@ -16,9 +16,11 @@ def lookup_backend(name: str) -> Any:
     return lookup(name)
 
 
-def without_wrappers(run: Any) -> Any:
-    """A function that a backend made, as whoever calls it with tensors that lie as its examples do may call it."""
-    return run
+def within(run: Any) -> Any:
+    """A function that a backend made, without what switches Dynamo off around each of its calls: for whoever calls it
+    where Dynamo does not look. Torch 2.11 to 2.13.
+    """
+    return getattr(run, "_torchdynamo_orig_callable", run)
 
 
 def leave_to_eager(*kinds: type[Any]) -> None:

@@ -41,12 +41,14 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_change_is_seen(name: str) -> None:
-    """Breaks if a call goes on as the one before though the model is another."""
+    """Breaks if a call goes on as the one before though the model is another, or if what nobody tells ends it."""
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Sequential())
     model[0].register_forward_hook(_hook)
     snapshot = Snapshot(model)
     with torch.no_grad():
         model[0].weight.mul_(2)
     assert snapshot.holds()
+    alone = Snapshot(model, with_grads=False)
     CHANGES[name](model)
     assert not snapshot.holds()
+    assert alone.holds() is (name in ("frozen", "a gradient"))

@@ -1,8 +1,7 @@
-"""Regions that are recorded and compiled without guards: which, what they compute, and what they ask at a call."""
+"""A forward whose calls are compiled as one piece, without guards: which, what it computes, what it asks at a call."""
 
 from __future__ import annotations
 
-import linecache
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.runtime import regions
+from autopar.runtime import compiled_calls, regions
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.in_place import InPlace
 from autopar.runtime.loader import LoadedProgram, load_program
-from autopar.runtime.recorded_regions import is_straight
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +31,7 @@ B = 2
 def layer_forward(comm, p, x, cos, sin, at, keys, values):
     """A layer."""
     y, *_ = ops.rms_norm(x, p["norm"], 1e-5)
-    q = ops.linear(y, p["q"]).reshape(B, 1, 2, 4).transpose(1, 2)
+    q = (y @ p["q"].t()).reshape(B, 1, 2, 4).transpose(1, 2)
     k = ops.rotary(q, cos, sin)
     keys_1 = aten.index_copy(keys, 2, at, k)
     values_1 = aten.index_copy(values, 2, at, q)
@@ -69,7 +67,8 @@ def inputs() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def run(program: Callable[..., Any], state: dict[str, Tensor], given: dict[str, Tensor]) -> Any:
-    return program(COMM, state, {}, given, 0)[0]
+    with torch.no_grad():
+        return program(COMM, state, {}, given, 0)[0]
 
 
 def check(found: Any, want: Any) -> None:
@@ -94,22 +93,49 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[LoadedProgram, list[torch
     return load_program(TEXT, "a layer", "aot_eager"), graphs
 
 
+def settled(program: Callable[..., Any], state: dict[str, Tensor], given: dict[str, Tensor]) -> Any:
+    """What it gives once it is compiled: the first time it runs as it is, the second time it is written down."""
+    return [run(program, state, given) for _ in range(3)][-1]
+
+
 @pytest.mark.moderate
-def test_regions_are_spelled_out_once_a_layout(compiled: tuple[LoadedProgram, list[Any]]) -> None:
-    """Breaks if a region is other numbers than its text, if it is compiled for every layer, if operators of autopar
-    stay in the way of a compiler, or if what was made of one layout of tensors runs on another.
+def test_a_program_is_one_piece_a_layout(compiled: tuple[LoadedProgram, list[Any]]) -> None:
+    """Breaks if a compiled forward gives other numbers than its text, if it is compiled in parts or for each set of
+    parameters, if operators of autopar stay in the way of a compiler, or if what was made of one layout of tensors runs
+    on another.
     """
     program, graphs = compiled
     plain, (state, given) = load_program(TEXT, "a layer"), inputs()
-    check(run(program.forward, state, given), run(plain.forward, state, given))
+    check(settled(program.forward, state, given), run(plain.forward, state, given))
     (graph,) = graphs
     assert not [node for node in graph.graph.nodes if "autopar" in str(node.target)]
+    doubled = {name: x * 2 for name, x in state.items()}
+    for _ in range(5):
+        for each in (doubled, state, {**state, "q": state["q"].clone()}):
+            check(run(program.forward, each, given), run(plain.forward, each, given))
+    assert len(graphs) == 1
     other = {**given, "more": given["more"].transpose(0, 1)}
-    check(run(program.forward, state, other), run(plain.forward, state, other))
+    check(settled(program.forward, state, other), run(plain.forward, state, other))
     assert len(graphs) == 2
-    state = {**state, "norm": state["norm"].float()}
-    check(run(program.forward, state, given), run(plain.forward, state, given))
-    assert len(graphs) == 3
+    for changed in ({**state, "q": state["q"].t()}, {**state, "norm": state["norm"].float()}):
+        check(settled(program.forward, changed, given), run(plain.forward, changed, given))
+    assert len(graphs) == 4
+
+
+@pytest.mark.moderate
+def test_many_calls_are_cut_at_regions(
+    compiled: tuple[LoadedProgram, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if a deep model is one piece, which takes a compiler for ever, or if pieces get other values."""
+    monkeypatch.setattr(compiled_calls, "MOST", 10)
+    _, graphs = compiled
+    text = TEXT.replace("    (x, ", '    comm.at("a layer")\n    (x, ')
+    (state, given), plain = inputs(), load_program(text, "layers")
+    program = load_program(text, "layers", "aot_eager")
+    check(settled(program.forward, state, given), run(plain.forward, state, given))
+    forward: Any = program.forward
+    (replay,) = forward._replays.values()
+    assert len(graphs) == 2 and replay.text.count(", = ") == 2
 
 
 @pytest.mark.moderate
@@ -118,22 +144,18 @@ def test_states_are_written_where_they_lie(compiled: tuple[LoadedProgram, list[A
     or if an input that is handed on is another tensor.
     """
     program, graphs = compiled
-    state, given = inputs()
-    held = {name: given[name].clone() for name in CACHES}
-    want = run(load_program(TEXT, "a layer").forward, state, given)
-    in_place = InPlace(program, "aot_eager")
+    plain, in_place = load_program(TEXT, "a layer"), InPlace(program, "aot_eager")
     written = ("keys", "values", "more")
-    found = in_place(COMM, state, given, 0, written)
-    check(found, want)
-    assert [any(each is x for x in given.values()) for each in found] == [False, False, True, True, True, False]
-    assert all(given[name] is found[2 + place] for place, name in enumerate(written))
-    assert torch.equal(given["others"], held["others"])
-    assert len(graphs) == 2  # of which two caches are written, and of which one
-    before = [x.clone() for x in found]
-    again = {**inputs()[1], "x": given["x"] + 1}
-    check(in_place(COMM, state, again, 0, ()), run(program.forward, state, again))
-    check(found, before)
-    assert len(graphs) == 3  # what writes nothing is made once for both
+    for _ in range(4):
+        state, given = inputs()
+        held = {name: given[name].clone() for name in CACHES}
+        want = run(plain.forward, state, {**given, **{name: x.clone() for name, x in held.items()}})
+        found = in_place(COMM, state, given, 0, written)
+        check(found, want)
+        assert [any(each is x for x in given.values()) for each in found] == [False, False, True, True, True, False]
+        assert all(given[name] is found[2 + place] for place, name in enumerate(written))
+        assert torch.equal(given["others"], held["others"])
+    assert len(graphs) == 1
 
 
 def test_what_fails_to_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,32 +167,17 @@ def test_what_fails_to_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(regions, "lookup_backend", lambda name: backend)
     program, (state, given) = load_program(TEXT, "a layer", "inductor"), inputs()
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
+        for _ in range(5):
             check(run(program.forward, state, given), run(load_program(TEXT, "a layer").forward, state, given))
     assert caplog.text.count("runs uncompiled") == 1 and "no C++ compiler" in caplog.text
 
 
-BODIES = {
-    "return (x + p['w'] * SCALE, comm.index('dp') + 1), ()": True,
-    "y, z = x.chunk(2)\n    y = [each for each in (y, z)]\n    return tuple(y), ()": True,
-    "return (comm.all_reduce(x, 'dp'),), ()": False,
-    "other = comm\n    return (x,), ()": False,
-    "SEEN.append(x)\n    return (x,), ()": False,
-    "print(x)\n    return (x,), ()": False,
-    "if x.sum() > 0:\n        x = x + 1\n    return (x,), ()": False,
-    "global SEEN\n    SEEN = x\n    return (x,), ()": False,
-    "import time\n    return (x,), ()": False,
-    "return (x * time.time(),), ()": False,
-    "x.sum()\n    return (x,), ()": False,
-}
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_only_straight_text_is_recorded(body: str) -> None:
-    """Breaks if what a person writes into a program runs when it is recorded, and never again."""
-    text = f"import time\nSCALE, SEEN = 2.0, []\ndef layer_forward(comm, p, x):\n    {body}\n"
-    linecache.cache["<edited>"] = (len(text), None, text.splitlines(keepends=True), "<edited>")
-    namespace: dict[str, Any] = {}
-    exec(compile(text, "<edited>", "exec"), namespace)
-    assert is_straight(namespace["layer_forward"]) is BODIES[body]
-    assert not is_straight(lambda comm, p, x: x)
+def test_text_that_does_more_is_not_compiled_as_one(compiled: tuple[LoadedProgram, list[Any]]) -> None:
+    """Breaks if what a person writes into a program runs when it is written down, and never again."""
+    seen: list[int] = []
+    text = TEXT.replace("    x, given = ", "    SEEN.append(1)\n    x, given = ")
+    program, (state, given) = load_program(text, "edited", "aot_eager"), inputs()
+    program.namespace["SEEN"] = seen
+    for _ in range(4):
+        run(program.forward, state, given)
+    assert len(seen) == 4
