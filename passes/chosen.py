@@ -11,44 +11,26 @@ Python makes of that size would be in the program: so a model is traced for two 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
-from autopar.passes.chosen_index import Rows
+from autopar.passes.chosen_index import Rows, marks_once
 from autopar.passes.chosen_joined import joined
 from autopar.passes.chosen_loops import Loops, Over, looped
-from autopar.passes.said import COPIES, Said, shape_of
-
-FIRST, SECOND = 1_000_003, 2_000_003
-"""Where the primes of two traces begin: no size of a model is one of them, nor one of the other trace."""
+from autopar.passes.chosen_operators import CHOSEN, FIRST, SPREAD, prime_after
+from autopar.passes.chosen_within import Within, rest_of, sliced_dim
+from autopar.passes.said import Said, shape_of
 
 MOST_CALLS = 100_000
 """Of torch's functions, once a mask has chosen: what goes through rows one by one would not end."""
 
-_LIBRARY = torch.library.Library("autopar_chosen", "DEF")
-_LIBRARY.define("chosen(Tensor x, Tensor mask, int dim, int rows) -> Tensor")
-_LIBRARY.define("spread(Tensor rows, Tensor mask) -> Tensor")
-CHOSEN, SPREAD = torch.ops.autopar_chosen.chosen.default, torch.ops.autopar_chosen.spread.default
-"""What a mask takes of x, whose dims from `dim` on it has; and rows back in their places, whatever lies elsewhere."""
-
 _aten = torch.ops.aten
-
-
-@torch.library.register_fake("autopar_chosen::chosen")
-def _(x: Tensor, mask: Tensor, dim: int, rows: int) -> Tensor:
-    return x.new_empty((*x.shape[:dim], rows, *x.shape[dim + mask.dim() :]))
-
-
-@torch.library.register_fake("autopar_chosen::spread")
-def _(rows: Tensor, mask: Tensor) -> Tensor:
-    return rows.new_empty((*mask.shape, *rows.shape[1:]))
 
 
 class Chosen(TorchFunctionMode):
@@ -66,6 +48,7 @@ class Chosen(TorchFunctionMode):
         self._places: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._stacked: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self.within = Within()
         self.loops = Loops(extra=first != FIRST)
 
     def __enter__(self) -> Chosen:
@@ -99,11 +82,14 @@ class Chosen(TorchFunctionMode):
         node = compat.node_of(mask) if isinstance(mask, Tensor) and mask.dtype == torch.bool else None
         if node is None or not mask.dim() or not mask.numel() or compat.value_from(mask, {}) is not None:
             return None
+        if self.within.outer(mask) is not None:
+            return self.number(self.within.narrowed(mask))
         self.used = True
         key = (self._said(node), tuple(mask.shape))
         if key not in self._known:
             self._known[key] = mask, self._next
-            self._next = _prime_after(self._next)
+            self.within.masks[self._next] = mask
+            self._next = prime_after(self._next)
         return self._known[key][1]
 
     def take(self, x: Tensor, mask: Tensor, dim: int = 0) -> Any:
@@ -120,6 +106,12 @@ class Chosen(TorchFunctionMode):
         rows = self.number(mask)
         if rows is None:
             return NotImplemented
+        if self.within.outer(mask) is not None:
+            narrow = self.within.narrowed(mask)
+            found = self.take(self.within.of_all(x, mask, dim), narrow, dim)
+            if id(x) in self._places:
+                self._places[id(found)] = found, narrow, self._places[id(x)][2]
+            return found
         found = CHOSEN(x, mask, dim, rows)
         if x.dim() == mask.dim() == 1 and x.dtype == torch.int64:
             self._indices[id(found)] = found, x, mask
@@ -147,11 +139,11 @@ class Chosen(TorchFunctionMode):
         if rows is None or value.shape[0] != rows:
             return NotImplemented
         place = mask.reshape(*mask.shape, *(1,) * len(rest))
-        return torch.where(place, SPREAD(value, mask).to(x.dtype), x)
+        return torch.where(place, self.within.spread(value, mask).to(x.dtype), x)
 
     def write_apart(self, x: Tensor, rows: Rows, value: Any) -> Any:
         """x with such rows where a mask is set that says it once at most along the dims that are not counted."""
-        if not isinstance(value, Tensor) or not _marks_once(rows.mask, rows.others):
+        if not isinstance(value, Tensor) or not marks_once(rows.mask, rows.others):
             return NotImplemented
         new = self._spread(x, rows, value)
         if new is None:
@@ -175,7 +167,7 @@ class Chosen(TorchFunctionMode):
             if not x.is_floating_point():
                 raise looped()
             return rows.summed(torch.where(place, math.nan, torch.zeros((*rows.mask.shape, *rest), dtype=x.dtype)))
-        return rows.summed(torch.where(place, SPREAD(value, rows.mask), 0)).to(x.dtype)
+        return rows.summed(torch.where(place, self.within.spread(value, rows.mask), 0)).to(x.dtype)
 
     def put(self, x: Tensor, found: Tensor, count: int) -> Tensor:
         """What was found since so many nodes were recorded is what x holds from now on: nothing where a round is one
@@ -195,8 +187,11 @@ class Chosen(TorchFunctionMode):
             return NotImplemented
         found = []
         for dim, size in enumerate(shape):
-            counted = torch.arange(size, device=mask.device).reshape(-1, *(1,) * (len(shape) - dim - 1)).expand(shape)
-            index = CHOSEN(counted, mask, 0, rows)
+            if self.within.outer(mask) is not None:
+                index = self.take(self.within.numbers(size), mask)
+            else:
+                counted = torch.arange(size, device=mask.device).reshape(-1, *(1,) * (len(shape) - dim - 1))
+                index = CHOSEN(counted.expand(shape), mask, 0, rows)
             self._places[id(index)] = index, mask, dim
             found.append(index)
         return tuple(found)
@@ -210,6 +205,20 @@ class Chosen(TorchFunctionMode):
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
         """The indices that a tensor has side by side; none of others."""
         return self._stacked[id(x)][1] if id(x) in self._stacked else ()
+
+    def sliced(self, x: Tensor, index: Any) -> Any:
+        """A slice of rows that a mask chooses; NotImplemented of others."""
+        found = sliced_dim(x, index, self.within.masks)
+        if found is None:
+            return NotImplemented
+        dim, taken, rest = found
+        if taken.step in (None, 1) and (taken.stop is None or type(taken.stop) is int):
+            mask = self.within.masks[x.shape[dim]]
+            parts = self.within.parts_of(x, mask, dim, (taken.start or 0, taken.stop))
+            if parts:
+                return rest_of(parts[0] if len(parts) == 1 else _cat(self, parts, dim), rest)
+        narrow = self.within.slice_of(x.shape[dim], taken)
+        return NotImplemented if narrow is None else rest_of(self.take(x, narrow, dim), rest)
 
     def loop(self, x: Tensor) -> Over | None:
         """What goes through the numbers that x is of, the marks of a mask of one dim; None of other tensors."""
@@ -288,25 +297,6 @@ def _formatted(chosen: Chosen, x: Tensor, spec: str) -> Any:
     return NotImplemented if known is None else format(known, spec)
 
 
-def _marks_once(mask: Tensor, dims: Sequence[int]) -> bool:
-    """Whether a mask is set once at most along a dim: where the numbers of a `topk` along it, which differ, are one."""
-    node = compat.node_of(mask)
-    if node is None or len(dims) != 1 or node.target not in (_aten.eq.Scalar, _aten.eq.Tensor):
-        return False
-    numbers, other = node.args[0], node.args[1]
-    if isinstance(other, fx.Node) and math.prod(shape_of(other)) != 1:
-        return False
-    while isinstance(numbers, fx.Node) and numbers.target in COPIES:
-        numbers = numbers.args[0]
-    if not isinstance(numbers, fx.Node) or numbers.target is not operator.getitem or numbers.args[1] != 1:
-        return False
-    chosen = numbers.args[0]
-    if not isinstance(chosen, fx.Node) or chosen.target is not _aten.topk.default:
-        return False
-    along = chosen.args[2] if len(chosen.args) > 2 else chosen.kwargs.get("dim", -1)
-    return isinstance(along, int) and along % mask.dim() == dims[0] and shape_of(numbers) == tuple(mask.shape)
-
-
 _COLUMNS = (
     _aten.expand.default, _aten.repeat.default, _aten.unsqueeze.default, _aten.view.default, _aten.reshape.default,
     _aten.expand_as.default,
@@ -323,17 +313,12 @@ def _places_of(mask: Tensor) -> Tensor:
     return mask.flatten().nonzero().flatten()
 
 
-def _prime_after(number: int) -> int:
-    while True:
-        number += 2
-        if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2)):
-            return number
-
-
 def _getitem(chosen: Chosen, x: Tensor, index: Any) -> Any:
     columns = chosen.columns(x)
     if columns and isinstance(index, tuple) and index[0] == slice(None) and isinstance(index[-1], int):
         return columns[index[-1]]
+    if (sliced := chosen.sliced(x, index)) is not NotImplemented:
+        return sliced
     number = chosen.round_number(index)
     if number is not None and x.dim():
         return chosen.loops.item(x, number, with_dim=isinstance(index, Tensor) and index.dim() == 1)
@@ -407,7 +392,22 @@ def _index_put_(chosen: Chosen, x: Tensor, index: Any, value: Tensor, accumulate
 
 def _cat(chosen: Chosen, tensors: Any, dim: int = 0, **named: Any) -> Any:
     found = None if named else joined(chosen.known(), SPREAD, tensors, dim)
-    return NotImplemented if found is None else chosen.take(*found)
+    if found is None:
+        return NotImplemented
+    rows = chosen.take(*found)
+    chosen.within.joined(rows.shape[found[2]], [x.shape[dim] for x in tensors])
+    return rows
+
+
+def _split(chosen: Chosen, x: Tensor, sizes: Any, dim: int = 0) -> Any:
+    """Rows that a mask chooses, of which each part has a number of rows that is known."""
+    if not isinstance(sizes, list | tuple) or x.shape[dim] not in chosen.within.masks:
+        return NotImplemented
+    found, start = [], 0
+    for size in sizes:
+        found.append(chosen.sliced(x, (*(slice(None),) * (dim % x.dim()), slice(start, start + size))))
+        start += size
+    return NotImplemented if any(each is NotImplemented for each in found) else tuple(found)
 
 
 def _masked_scatter(chosen: Chosen, x: Tensor, mask: Tensor, source: Tensor) -> Any:
@@ -458,6 +458,8 @@ _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__setitem__: _setitem,
     torch.cat: _cat,
     torch.concat: _cat,
+    torch.split: _split,
+    Tensor.split: _split,
     torch.masked_select: _masked_select,
     Tensor.masked_select: _masked_select,
     torch.masked_scatter: _masked_scatter,

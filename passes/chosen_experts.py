@@ -22,7 +22,7 @@ from torch import fx
 
 from autopar.ir.nodes import drop_dead
 from autopar.operators.experts import experts  # noqa: F401 (the operator that this writes)
-from autopar.passes.chosen import CHOSEN, SPREAD
+from autopar.passes.chosen_operators import CHOSEN, SPREAD
 from autopar.passes.expert_masks import Masks, choices_of, covers, is_never
 from autopar.passes.expert_products import (
     Expert,

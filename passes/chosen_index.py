@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+
+from autopar.base.torch_compat import tracing as compat
+from autopar.passes.said import COPIES, shape_of
+
+_aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +61,22 @@ class Rows:
         order = [kept.index(dim) for dim in self.dims]
         behind = range(len(order), rows.dim())
         return rows if order == sorted(order) else rows.permute([*order, *behind])
+
+
+def marks_once(mask: Tensor, dims: Sequence[int]) -> bool:
+    """Whether a mask is set once at most along a dim: where the numbers of a `topk` along it, which differ, are one."""
+    node = compat.node_of(mask)
+    if node is None or len(dims) != 1 or node.target not in (_aten.eq.Scalar, _aten.eq.Tensor):
+        return False
+    numbers, other = node.args[0], node.args[1]
+    if isinstance(other, fx.Node) and math.prod(shape_of(other)) != 1:
+        return False
+    while isinstance(numbers, fx.Node) and numbers.target in COPIES:
+        numbers = numbers.args[0]
+    if not isinstance(numbers, fx.Node) or numbers.target is not operator.getitem or numbers.args[1] != 1:
+        return False
+    chosen = numbers.args[0]
+    if not isinstance(chosen, fx.Node) or chosen.target is not _aten.topk.default:
+        return False
+    along = chosen.args[2] if len(chosen.args) > 2 else chosen.kwargs.get("dim", -1)
+    return isinstance(along, int) and along % mask.dim() == dims[0] and shape_of(numbers) == tuple(mask.shape)

@@ -1,4 +1,4 @@
-"""Rows that a mask chooses with others behind them: rows that a longer mask chooses.
+"""Rows that a mask chooses with others, or those of another mask, behind them: rows that a longer mask chooses.
 
     torch.cat([edges[:, edges[0] != edges[1]], loops], 1)   →   torch.cat([edges, loops], 1)[:, cat([mask, ones])]
 
@@ -21,7 +21,8 @@ def joined(
     dim: int = 0,
 ) -> tuple[Tensor, Tensor, int] | None:
     """What a mask chooses along a dim of one tensor in place of what `torch.cat` puts together: the tensor, the mask,
-    the dim. None where there are not both rows that a mask chooses and others: parts of one tensor (`ragged.py`) stay.
+    the dim. None where there are not both rows that a mask chooses and others, if rows of another mask. What is all of
+    one tensor together (`ragged.py`) does not come here.
 
     known: masks and the number of rows that each is said to choose. spread: puts rows where a mask is set.
     """
@@ -32,7 +33,8 @@ def joined(
     if len(dims) != 1 or not all(dims):
         return None
     chosen = [x.shape[dim] in masks for x in tensors]
-    if not any(chosen) or not any(x.shape[dim] for x, of_mask in zip(tensors, chosen, strict=True) if not of_mask):
+    others = any(x.shape[dim] for x, of_mask in zip(tensors, chosen, strict=True) if not of_mask)
+    if not any(chosen) or not (others or sum(chosen) > 1):
         return None
     dim %= tensors[0].dim()
     parts, marks = list[Tensor](), list[Tensor]()

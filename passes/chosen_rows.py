@@ -26,7 +26,7 @@ from autopar.ir.op_call import OpCall, op_call
 from autopar.ir.rule import Rule
 from autopar.operators.losses import MEAN, NONE
 from autopar.operators.rules.lookup import rule_for
-from autopar.passes.chosen import CHOSEN, SPREAD
+from autopar.passes.chosen_operators import CHOSEN, SPREAD
 from autopar.passes.indices import Builder
 from autopar.passes.said import Said
 

@@ -41,7 +41,8 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import LIBRARIES
-from autopar.passes.chosen import FIRST, Chosen
+from autopar.passes.chosen import Chosen
+from autopar.passes.chosen_operators import FIRST
 from autopar.passes.no_rows import Region, left_out, nodes_left, sizes_behind
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.row_counts import Count, has_counts, plain, without_counts

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.torch_compat import tracing as compat
-from autopar.passes.chosen import FIRST, SPREAD
+from autopar.passes.chosen_operators import FIRST, SPREAD
 from autopar.passes.said import COPIES, shape_of
 from autopar.passes.source import (
     Source,

@@ -28,9 +28,10 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import frame_of_model
-from autopar.passes.chosen import FIRST, SPREAD
+from autopar.passes.chosen_operators import FIRST, SPREAD
 from autopar.passes.no_rows import NoRows, group_trials, number_of
 from autopar.passes.read_numbers import Numbers
+from autopar.passes.row_counts import has_counts, without_counts
 from autopar.passes.said import Said
 
 _READ, _WRITE = Tensor.__getitem__, Tensor.__setitem__
@@ -106,6 +107,8 @@ class Ragged(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in (_READ, _WRITE) and has_counts(args[1]):  # which `torch.export` would slice by itself
+            args = (args[0], without_counts(args[1]), *args[2:])
         if func is Tensor.__bool__:
             found = self._tests.asked(args[0], frame_of_model(sys._getframe(1), own=True))
             if found is not None:

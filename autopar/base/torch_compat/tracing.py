@@ -224,9 +224,13 @@ def _constant(node: fx.Node) -> torch.Tensor | None:
 
 
 def _is_computed(target: Any) -> bool:
-    """Whether a node's function gives the same whenever it is asked."""
+    """Whether a node's function gives the same whenever it is asked; what stands for others while models are traced
+    has no values.
+    """
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
+    if target.namespace == "autopar_chosen":
+        return False
     return torch.Tag.nondeterministic_seeded not in target.tags
 
 
