@@ -189,6 +189,7 @@ class Chosen(TorchFunctionMode):
         for dim, size in enumerate(shape):
             if self.within.outer(mask) is not None:
                 index = self.take(self.within.numbers(size), mask)
+                self._indices.pop(id(index), None)
             else:
                 counted = torch.arange(size, device=mask.device).reshape(-1, *(1,) * (len(shape) - dim - 1))
                 index = CHOSEN(counted.expand(shape), mask, 0, rows)
