@@ -29,7 +29,7 @@ NEXT_SWEEPS = 12
 DAMPING = 0.35
 ROWS_AT_ONCE = 4
 PASS_SECONDS_A_CELL = 8e-9
-"""Of the costs of edges: twice what a pass there and back takes of a processor of 2023, with what is rounded meanwhile.
+"""Of the costs of edges: some twice what a pass there and back took (3.6e-9 s, two cores of an AMD EPYC that others used).
 """
 FIRST_CAP = 4.0
 """Times the price at which what is above the limit costs as much as everything else."""
