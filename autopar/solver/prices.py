@@ -29,8 +29,7 @@ NEXT_SWEEPS = 12
 DAMPING = 0.35
 ROWS_AT_ONCE = 4
 PASS_SECONDS_A_CELL = 8e-9
-"""Of the costs of edges: some twice what a pass there and back took (3.6e-9 s, two cores of an AMD EPYC that others used).
-"""
+"""Of the costs of edges: some twice what a pass there and back took (3.6e-9 s, on cores that others used, too)."""
 FIRST_CAP = 4.0
 """Times the price at which what is above the limit costs as much as everything else."""
 CAP_GROWTH = 10.0
