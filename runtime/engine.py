@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,6 +41,7 @@ from autopar.runtime.hooks import Hooks
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.microbatches import Batch, make_batch
+from autopar.runtime.own_caches import Caches
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import as_parameter, make_dtensor
@@ -121,9 +121,7 @@ class Engine:
         self.repeats = Repeats()
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
-        self.cache_maker: Any = None  # (rows, length, device, encoded) -> a cache; .length(length): that can be cut
-        self.prefill_chunk: int | None = None  # tokens of a prompt in one call, where generate() does not say it
-        self.generating: weakref.ref[Any] | None = None  # the latest generate(), while it runs
+        self.caches = Caches(self.comm.device, self.run)
         self.planned_forward: Callable[..., Any] | None = None
         self.first_times = FirstTimes(self.comm)
         self._known: dict[str, nn.Parameter] = {}
@@ -208,7 +206,7 @@ class Engine:
         self._num_forwards += 1
         self.finish_recording()
         with torch.no_grad():
-            during = None if self.generating is None else self.generating()
+            during = None if self.caches.generating is None else self.caches.generating()
             seen = repeat.run(leaves, states, state, self._scalar, during)
         self.repeats.limit_graphs()
         if repeat.executable.interface.granted:
@@ -239,11 +237,6 @@ class Engine:
         if found.requires_grad:
             found.register_hook(self.agreement.note_gradient)
         return found
-
-    def new_cache(self, batch: int, length: int, encoded: Tensor | None) -> Any:
-        """An empty cache for `generate()`, whole until a program has said how it lies. encoded: by an encoder."""
-        assert self.cache_maker is not None
-        return self.cache_maker(batch, length, self.comm.device, encoded)
 
     def before_alone(self, name: str, module: nn.Module, num_bytes: int) -> None:
         """The first time that a module is called by itself: every rank has to, and it has a price."""
@@ -385,8 +378,8 @@ class Engine:
         prepare = self.prepare if self.prepare_for is None else self.prepare_for(model)
         other = Engine(model, self.device_mesh, prepare, self.prepare_for)
         other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
-        other.cache_maker, other.first_times.is_apart = self.cache_maker, self.first_times.is_apart
-        other.prefill_chunk = self.prefill_chunk
+        other.caches.like(self.caches)
+        other.first_times.is_apart = self.first_times.is_apart
         other.hooks = Hooks(model, self.hooks)
         hook_modules(other)
         other.agreement.held = self.agreement.held

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import has_adapters
+from autopar.base.huggingface.by_hand import with_caches
 from autopar.base.huggingface.caches import generating
 from autopar.base.huggingface.masks_of_generate import spelled_out
 from autopar.base.torch_compat.compiling import leave_to_eager
@@ -37,6 +38,7 @@ from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare
 from autopar.runtime.guard import guard_optimizers
 from autopar.runtime.known import ENGINES
+from autopar.runtime.own_caches import driving
 from autopar.runtime.refused import check_has_logits
 from autopar.runtime.replaced import replace_parameters
 from autopar.runtime.seen_whole import SeenWhole, Term
@@ -421,11 +423,14 @@ def check_not_compiled(model: nn.Module) -> None:
 @cache
 def _compiled_class(original: Any) -> type[Any]:
     """A subclass that looks like the original: its name, its module, its forward's signature."""
+    by_hand = with_caches(original)
 
     @torch.compiler.disable  # it is compiled: torch.compile around it leaves it as it is
     @wraps(original.forward)
     def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
-        return self.autopar.run(args, kwargs)
+        if by_hand is None:
+            return self.autopar.run(args, kwargs)
+        return by_hand(self, self.autopar.caches, args, kwargs)
 
     namespace: dict[str, Any] = {
         "forward": forward,
@@ -447,24 +452,25 @@ def _compiled_class(original: Any) -> type[Any]:
     if hasattr(original, "_prepare_cache_for_generation"):
 
         def make(self: CompiledModule, batch: int, length: int, encoded: Tensor | None) -> Any:
-            return self.autopar.new_cache(batch, length, encoded)
+            return self.autopar.caches.new_cache(batch, length, encoded)
 
         def whole(self: CompiledModule, length: int) -> int:
-            return int(self.autopar.cache_maker.length(length))
+            return self.autopar.caches.whole_length(length)
 
         def without(self: CompiledModule) -> None:
             check_has_logits(self.autopar.comm.axes)
 
         def chunk(self: CompiledModule) -> int | None:
-            return self.autopar.prefill_chunk
+            return self.autopar.caches.chunk
 
         def begun(self: CompiledModule, call: Any) -> None:
-            self.autopar.generating = weakref.ref(call)
+            self.autopar.caches.generating = weakref.ref(call)
 
         namespace["_prepare_cache_for_generation"] = generating(
             original._prepare_cache_for_generation, make, without, chunk, whole, begun
         )
         namespace["create_masks_for_generate"] = spelled_out(original)
+        namespace["generate"] = driving(original.generate)
     if hasattr(original, "resize_token_embeddings"):
 
         @wraps(original.resize_token_embeddings)

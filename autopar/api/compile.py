@@ -168,8 +168,8 @@ def compile_model(
     planner.model = compiled
     engine: Any = compiled.autopar
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
-    engine.cache_maker = replace(make_cache, model=planner.blueprint, ways=planner.ways)
-    engine.prefill_chunk = None if generate is None else generate.chunk
+    engine.caches.maker = replace(make_cache, model=planner.blueprint, ways=planner.ways)
+    engine.caches.chunk = None if generate is None else generate.chunk
     planner.attach()
     return compiled
 

@@ -143,7 +143,7 @@ class _Server:
             )
         self.packs = serving.packs(model, self.slots, self.device)
         longest = length if known is None else max((len(work.prompt) for work in known), default=1)
-        chunk = min(asked.chunk or engine.prefill_chunk or CHUNK, longest)
+        chunk = min(asked.chunk or engine.caches.chunk or CHUNK, longest)
         self.room = (-(-longest // chunk) + 1) * chunk
         self.lanes: Any = None
         self.documents = torch.full((num_lanes, self.room), -1)
@@ -189,7 +189,7 @@ class _Server:
     @torch.no_grad()
     def _empty_slots(self, length: int) -> Any:
         """A cache that lies as the program of a token leaves it."""
-        fresh = self.engine.new_cache(self.num_slots, length, None)
+        fresh = self.engine.caches.new_cache(self.num_slots, length, None)
         check_serves(fresh)
         self.slots = fresh.after(fresh.states())
         self._call_slots()
@@ -211,7 +211,8 @@ class _Server:
         return self._run(inputs, keep)
 
     def _run(self, inputs: dict[str, Any], keep: str) -> Tensor:
-        output = self.model(**inputs)
+        with self.engine.caches.driving():
+            output = self.model(**inputs)
         setattr(self, keep, output[name_of(self.model) or NAMES[0]])
         self.steps += 1
         logits: Tensor = output.logits
@@ -250,7 +251,7 @@ class _Server:
         if not first:
             self.documents.fill_(-1)
             if self.lanes is None:
-                fresh = self.engine.new_cache(lanes, self.room, None)
+                fresh = self.engine.caches.new_cache(lanes, self.room, None)
                 self.room = places(fresh, self.room)
                 self.documents = torch.full((lanes, self.room), -1)
                 self.lanes = fresh.after(fresh.states())
@@ -281,7 +282,7 @@ class _Server:
         lanes = len(self.documents)
         ids = torch.tensor(work.prompt, device=self.device).expand(lanes, -1).contiguous()
         positions = torch.arange(ids.shape[1], device=self.device).expand(lanes, -1).contiguous()
-        cache = self.engine.new_cache(lanes, self.length, None)
+        cache = self.engine.caches.new_cache(lanes, self.length, None)
         found = self._call(ids, torch.ones_like(ids), positions, cache, "lanes", begins=True)
         if self._is_done(work, *self._choose([work], found[:, -1:], [(0, 0)])):
             return [work]

@@ -16,10 +16,18 @@ from torch import Tensor, nn
 
 from autopar.base.codes import is_by_channel
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import experts
+from autopar.base.huggingface import experts, transformers_caches
 from autopar.base.huggingface.layout import KINDS, Layout
 from autopar.base.huggingface.masks import SPELLED_OUT
-from autopar.base.huggingface.reuse import does_not_go_back, fitting, known_empty, needed
+from autopar.base.huggingface.reuse import (
+    does_not_go_back,
+    fitting,
+    known_empty,
+    needed,
+    num_rows,
+    num_written,
+    put,
+)
 
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
@@ -142,6 +150,24 @@ def of_call(given: Mapping[str, Any]) -> tuple[str, Any]:
     )
 
 
+def gives_cache(model: nn.Module) -> bool:
+    """Whether forward of a model, on meta, gives a cache that it is not handed: encoders take some and give none."""
+    if model not in _give:
+        ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        config: Any = model.config
+        given = {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+        try:
+            found = called_without_data(model, {**given, "use_cache": True, "return_dict": True})
+        except Exception:  # whatever else it wants: what nobody asks for costs nothing
+            _give[model] = True
+        else:
+            _give[model] = any(getattr(found, name, None) is not None for name in NAMES)
+    return _give[model]
+
+
+_give: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
 def new_cache(
     model: nn.Module, batch: int, length: int, device: torch.device, encoded: Tensor | None = None,
     storage: str | None = None,
@@ -254,6 +280,18 @@ def _check_padding(cache: Any, mask: Any) -> None:
         )
 
 
+def _check_goes_on(cache: Any, given: Mapping[str, Any]) -> None:
+    """Raises an AutoparError where a call of `generate()` is for no more than what a cache has."""
+    mask = given.get("decoder_attention_mask" if hasattr(cache, "pair") else "attention_mask")
+    written = num_written(cache)
+    if written and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] <= written:
+        raise AutoparError(
+            f"a cache of {written} positions was handed in for a sequence of {mask.shape[1]}",
+            values="generate() writes into the cache that it is handed",
+            remedy="hand in copy.deepcopy(cache) where several calls begin with it, and what follows it in each call",
+        )
+
+
 def generating(
     original: Any,
     make: Maker,
@@ -276,26 +314,34 @@ def generating(
             without(self)
             original(self, config, model_kwargs, mode, batch_size, max_cache_length)
             return
-        check_cache(model_kwargs)
-        if config.cache_implementation is not None:
-            raise AutoparError(
-                f"a compiled model has no cache_implementation={config.cache_implementation!r}",
-                remedy="leave it out: compiled.generate() makes its own cache, of fixed length",
-            )
+        if config.cache_implementation is not None:  # the configuration is this call's own copy
+            transformers_caches.check_implementation(config.cache_implementation)
+            config.cache_implementation = None
         config.disable_compile = True  # it is compiled
-        config._autopar_call = call = _Call()  # the configuration is this call's own copy
-        begun(self, call)
         if config.prefill_chunk_size is None:
             config.prefill_chunk_size = chunk(self)
         rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
         length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
         name = name_of(self) or NAMES[0]
-        if not is_cache(model_kwargs.get(name)):
+        if (handed := model_kwargs.get(name)) is None:
             made = make(self, rows, length, encoded_among(model_kwargs))
             model_kwargs[name] = made if config.prefill_chunk_size is not None else known_empty(made)
         else:
             length = needed(model_kwargs, length, config.max_new_tokens)
-            model_kwargs[name] = fitting(model_kwargs[name], rows, whole(self, length))
+            if not is_cache(handed):
+                transformers_caches.take_over(
+                    handed,
+                    lambda room: make(self, batch_size, room, encoded_among(model_kwargs)),
+                    lambda written: whole(self, length),
+                )
+            _check_goes_on(handed, model_kwargs)
+            is_own = num_rows(handed, rows) == rows
+            found = fitting(handed, rows, whole(self, length))
+            if is_own:  # the script's, and is written as transformers' are
+                put(handed, found)
+            model_kwargs[name] = handed if is_own else found
+        config._autopar_call = call = _Call()
+        begun(self, call)
         # An encoder's padding is not in what its decoder keeps of itself.
         mask = "decoder_attention_mask" if hasattr(model_kwargs[name], "pair") else "attention_mask"
         _check_padding(model_kwargs[name], model_kwargs.get(mask))

@@ -31,7 +31,7 @@ def fitting(cache: Any, rows: int, length: int) -> Any:
     Raises:
         AutoparError: one of several rows that are not those of the batch.
     """
-    have = next((x.shape[0] for x in cache.states() if x.dim()), rows)
+    have = num_rows(cache, rows)
     if rows % have:
         raise AutoparError(
             f"a cache of {have} rows was handed in for {rows} sequences",
@@ -45,9 +45,26 @@ def fitting(cache: Any, rows: int, length: int) -> Any:
     return found
 
 
+def num_rows(cache: Any, otherwise: int) -> int:
+    """How many sequences a cache is of. otherwise: where it keeps nothing."""
+    return next((x.shape[0] for x in cache.states() if x.dim()), otherwise)
+
+
+def num_written(cache: Any) -> int:
+    """How many positions of a cache are written; 0 of one that counts none."""
+    own = cache.pair[0] if hasattr(cache, "pair") else cache
+    counts = (layer.get_seq_length() for layer in own.layers if layer.layout.kind in COUNTED)
+    return int(next(counts, 0))
+
+
 def as_it_is(cache: Any) -> Any:
     """Another cache of the same states."""
     return type(cache).of(cache.layouts(), cache.states())
+
+
+def put(cache: Any, found: Any) -> None:
+    """Make a cache, whoever has it, what another one is."""
+    vars(cache).update(vars(found))
 
 
 def known_empty(cache: Any) -> Any:

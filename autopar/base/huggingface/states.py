@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from autopar.base.codes import codes_of, is_by_channel
+from autopar.base.errors import AutoparError
 from autopar.base.huggingface.kept import Kept
 from autopar.base.huggingface.layout import KINDS, STORED, Layout, Part
 from autopar.base.huggingface.masks import TOKENS
@@ -117,6 +118,11 @@ class _Attention(_Keys):
         """Forget the last positions, whose number comes negative: they are masked, and written anew."""
         if is_by_channel(self._layout.storage):
             raise does_not_go_back()
+        if tokens_to_remove > 0:
+            raise AutoparError(
+                f"crop({tokens_to_remove}) of a cache would have it longer",
+                remedy=f"crop(-{tokens_to_remove}) forgets so many positions; in later versions of transformers, too",
+            )
         self.cumulative_length = self.cumulative_length + tokens_to_remove
 
 

@@ -1,0 +1,78 @@
+"""What a compiled model knows of the caches that its forward takes, and who calls it with them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.huggingface import caches
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Caches:
+    """device: on which they are. run: one forward of the model (args, kwargs).
+
+    maker: (rows, length, device, encoded) -> a cache; .length(length): one that can be cut; .model: on meta.
+    chunk: tokens of a prompt in one call, where generate() does not say it. generating: what lives as long as calls
+    follow one another in which nobody else has the cache: the latest generate(), or the cache that a script hands in.
+    """
+
+    def __init__(self, device: torch.device, run: Run) -> None:
+        self.device, self.run = device, run
+        self.maker: Any = None
+        self.chunk: int | None = None
+        self.generating: weakref.ref[Any] | None = None
+        self._num_drivers = 0
+
+    def new_cache(self, batch: int, length: int, encoded: Tensor | None) -> Any:
+        """An empty cache, whole until a program has said how it lies. encoded: by an encoder."""
+        assert self.maker is not None
+        return self.maker(batch, length, self.device, encoded)
+
+    def whole_length(self, length: int) -> int:
+        """The least length of a cache from `length` on that may be cut."""
+        return int(self.maker.length(length))
+
+    def gives_cache(self) -> bool:
+        """Whether the model gives a cache that it is not handed, where its configuration says so."""
+        return self.maker is not None and caches.gives_cache(self.maker.model)
+
+    def is_driven(self) -> bool:
+        """Whether `generate()` or `serve()` calls forward, which hand over all that a program takes."""
+        return self._num_drivers > 0
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """Inside, it is one of these that calls."""
+        self._num_drivers += 1
+        try:
+            yield
+        finally:
+            self._num_drivers -= 1
+
+    def run_over(self, cache: Any, kwargs: dict[str, Any]) -> Any:
+        """One forward of a script that goes on with a cache."""
+        self.generating = weakref.ref(cache)
+        return self.run((), kwargs)
+
+    def like(self, other: Caches) -> None:
+        """Know what another one knows."""
+        self.maker, self.chunk = other.maker, other.chunk
+
+
+def driving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate()` of a compiled model. original: its class's own."""
+
+    @wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.autopar.caches.driving():
+            return original(self, *args, **kwargs)
+
+    return generate
