@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -20,8 +19,6 @@ from torch.optim import Optimizer
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import has_adapters
 from autopar.base.huggingface.by_hand import with_caches
-from autopar.base.huggingface.caches import generating
-from autopar.base.huggingface.masks_of_generate import spelled_out
 from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import forget_ended_groups, read_reduced_numbers
 from autopar.base.trace import Recorded
@@ -38,8 +35,7 @@ from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare
 from autopar.runtime.guard import guard_optimizers
 from autopar.runtime.known import ENGINES
-from autopar.runtime.own_caches import driving
-from autopar.runtime.refused import check_has_logits
+from autopar.runtime.own_caches import of_generate
 from autopar.runtime.replaced import replace_parameters
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.serving.serve import Asked, Served, serve
@@ -450,27 +446,7 @@ def _compiled_class(original: Any) -> type[Any]:
 
         namespace["save_pretrained"] = save_pretrained
     if hasattr(original, "_prepare_cache_for_generation"):
-
-        def make(self: CompiledModule, batch: int, length: int, encoded: Tensor | None) -> Any:
-            return self.autopar.caches.new_cache(batch, length, encoded)
-
-        def whole(self: CompiledModule, length: int) -> int:
-            return self.autopar.caches.whole_length(length)
-
-        def without(self: CompiledModule) -> None:
-            check_has_logits(self.autopar.comm.axes)
-
-        def chunk(self: CompiledModule) -> int | None:
-            return self.autopar.caches.chunk
-
-        def begun(self: CompiledModule, call: Any) -> None:
-            self.autopar.caches.generating = weakref.ref(call)
-
-        namespace["_prepare_cache_for_generation"] = generating(
-            original._prepare_cache_for_generation, make, without, chunk, whole, begun
-        )
-        namespace["create_masks_for_generate"] = spelled_out(original)
-        namespace["generate"] = driving(original.generate)
+        namespace.update(of_generate(original))
     if hasattr(original, "resize_token_embeddings"):
 
         @wraps(original.resize_token_embeddings)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from autopar.base.huggingface import caches
+from autopar.base.huggingface.masks_of_generate import spelled_out
+from autopar.runtime.refused import check_has_logits
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
@@ -67,12 +69,33 @@ class Caches:
         self.maker, self.chunk = other.maker, other.chunk
 
 
-def driving(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`generate()` of a compiled model. original: its class's own."""
+def of_generate(original: Any) -> dict[str, Any]:
+    """What a compiled class has of `generate()` in the place of its original's."""
 
-    @wraps(original)
+    def make(self: Any, batch: int, length: int, encoded: Tensor | None) -> Any:
+        return self.autopar.caches.new_cache(batch, length, encoded)
+
+    def without(self: Any) -> None:
+        check_has_logits(self.autopar.comm.axes)
+
+    def chunk(self: Any) -> int | None:
+        found: int | None = self.autopar.caches.chunk
+        return found
+
+    def whole(self: Any, length: int) -> int:
+        return int(self.autopar.caches.whole_length(length))
+
+    def begun(self: Any, call: Any) -> None:
+        self.autopar.caches.generating = weakref.ref(call)
+
+    @wraps(original.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.autopar.caches.driving():
-            return original(self, *args, **kwargs)
+            return original.generate(self, *args, **kwargs)
 
-    return generate
+    prepare = original._prepare_cache_for_generation
+    return {
+        "_prepare_cache_for_generation": caches.generating(prepare, make, without, chunk, whole, begun),
+        "create_masks_for_generate": spelled_out(original),
+        "generate": generate,
+    }
