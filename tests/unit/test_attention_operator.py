@@ -111,6 +111,7 @@ def test_values_and_gradients_are_those_of_the_definition(case: tuple[list[Tenso
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.moderate
 @given(cases(), st.integers(0, 7))
 @settings(max_examples=80, deadline=None)
 def test_blocks_of_keys_merge_to_the_whole(case: tuple[list[Tensor | None], dict[str, Any]], cut: int) -> None:

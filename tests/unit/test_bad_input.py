@@ -63,6 +63,7 @@ class Branches(nn.Module):
         return y.sum()
 
 
+@pytest.mark.moderate
 def test_control_flow_that_depends_on_data() -> None:
     """Breaks if the message does not name the model's own line."""
     message = error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 4)})
@@ -96,6 +97,7 @@ class Careless(nn.Module):
         return self.linear(x.add_(1)).sum()
 
 
+@pytest.mark.moderate
 def test_a_model_that_writes_its_input() -> None:
     """Breaks if a write to an input is an error that does not say what to do."""
     message = error_of(autopar.plan, Careless(), MESH, example_inputs={"x": torch.randn(4, 4)})
@@ -137,6 +139,7 @@ def test_a_batch_that_forward_does_not_take() -> None:
     assert "given: x, label" in message
 
 
+@pytest.mark.moderate
 def test_a_model_that_writes_its_own_parameter() -> None:
     """Breaks if what forward() does to a parameter is silently dropped."""
 
@@ -161,6 +164,7 @@ def test_running_statistics_that_export_loses() -> None:
     assert autopar.plan(model.eval(), MESH, example_inputs=images).verify().ok
 
 
+@pytest.mark.moderate
 def test_unknown_names() -> None:
     """Breaks if a misspelt strategy, axis, precision or recomputation is guessed, not refused with the known ones."""
     assert error_of(plan_mlp, strategy="zero4").startswith(

@@ -30,6 +30,7 @@ def test_help_and_tables_import_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.moderate
 def test_tables_name_what_there_is() -> None:
     """Breaks if a strategy, a profile or a model is missing from its table, or --json is no JSON."""
     assert "2Ψ" in run("strategies")[0] and "fsdp" in run("strategies")[0]

@@ -98,6 +98,7 @@ def test_only_an_engine_does() -> None:
     assert sum(region_seconds(region, mesh).values()) > 1.5 * sum(region_seconds(region, plain.on_mesh).values())
 
 
+@pytest.mark.moderate
 def test_a_weight_that_others_read_too_is_written_out() -> None:
     """Breaks if a weight that something beside its product reads is said to be there for nothing."""
     once, twice = (planned("int8", engine(), each) for each in (False, True))
@@ -107,6 +108,7 @@ def test_a_weight_that_others_read_too_is_written_out() -> None:
     assert sorted(alone) == [False, True]  # only the other's weight is a part of its product
 
 
+@pytest.mark.moderate
 def test_many_rows_are_multiplied_as_floats_of_eight_bits() -> None:
     """Breaks if an engine's products of floats of eight bits take what those of sixteen do, where these decide."""
     slow = replace(engine(), peak_flops={name: rate / 100 for name, rate in engine().peak_flops.items()})

@@ -108,6 +108,7 @@ def test_a_ring_stops_where_a_window_ends() -> None:
     assert a_layer(inside("mistral", "cp=4", "ring", "forward")) == {("ring", 2 * block): 1}
 
 
+@pytest.mark.moderate
 def test_usp_is_both() -> None:
     """Breaks if the ring of USP carries heads of others, or all-to-alls cross it (Fang and Zhao, 2405.07719)."""
     queries, keys = (hidden(width) / 4 for width in WIDTHS["llama"])

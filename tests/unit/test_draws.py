@@ -114,6 +114,7 @@ class Twice(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.moderate
 def test_a_draw_that_nobody_reads_is_not_taken_for_the_next_one() -> None:
     """Breaks if the reference hands the draw that counts to an equal one that does not: the proof was not equal."""
     plan = autopar.plan(
@@ -137,6 +138,7 @@ class InItsOwnCall(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.moderate
 def test_a_call_whose_draws_nobody_reads_takes_none() -> None:
     """Breaks if draws behind the last one of a region that is read, or of a region without one, are not counted."""
     plan = autopar.plan(

@@ -155,6 +155,7 @@ class Borrowed(torch.nn.Module):
         return _thrice(self.up(x)).square().sum()
 
 
+@pytest.mark.moderate
 def test_operators_of_other_libraries_are_called_by_their_own_names() -> None:
     """Breaks if a library's operator is written as torch's of that name, or by a name that the program does not know:
     `mylib::sin` was `torch.sin`, and `mylib::other` a NameError.

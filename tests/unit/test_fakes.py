@@ -112,6 +112,7 @@ def test_fakes_are_as_operators(name: str, layout: str) -> None:
     assert on_fakes(name, given, options) == described(real)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_fakes_are_as_kernels(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def test_a_plan_that_would_end_the_process() -> None:
     assert done.stdout.startswith("2 ") and "does not name a model that comes with autopar" in done.stdout
 
 
+@pytest.mark.moderate
 def test_other_files_that_a_plan_names_stay_closed(tmp_path: Path) -> None:
     """Breaks if a plan's file makes explaining it read a configuration, or loading it a profile or a schedule."""
     config = tmp_path / "config.json"
@@ -122,6 +123,7 @@ def test_other_files_that_a_plan_names_stay_closed(tmp_path: Path) -> None:
     assert "is damaged" in error_of(Plan.load, plan)
 
 
+@pytest.mark.moderate
 def test_a_plan_with_a_bundled_model_is_explained(tmp_path: Path) -> None:
     """Breaks if a plan that names a model of autopar's, or whose model the user gives, is not explained any more."""
     path = tmp_path / "plan.json"

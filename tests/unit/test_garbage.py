@@ -17,6 +17,7 @@ def nothing_frozen():
     gc.unfreeze()
 
 
+@pytest.mark.moderate
 def test_older_objects_are_spared_inside_alone():
     with older_spared():
         assert gc.get_freeze_count() > 1000
@@ -32,6 +33,7 @@ def test_an_error_gives_them_back():
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.moderate
 def test_what_a_user_froze_stays_frozen():
     gc.freeze()
     with older_spared():
@@ -39,6 +41,7 @@ def test_what_a_user_froze_stays_frozen():
     assert gc.get_freeze_count() > 1000
 
 
+@pytest.mark.moderate
 def test_planning_spares_them(monkeypatch):
     seen = []
     real = decide.best_plan

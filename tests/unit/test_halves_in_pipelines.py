@@ -175,6 +175,7 @@ def test_what_ranks_compare_before_a_step() -> None:
         assert [each.where for each in dry] == [each.where for each in events]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("options", "says"),
     [

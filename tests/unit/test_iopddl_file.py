@@ -284,6 +284,7 @@ def documents(draw: st.DrawFn) -> Document:
     )
 
 
+@pytest.mark.moderate
 @settings(max_examples=60, derandomize=True)
 @given(documents())
 def test_the_solver_s_problem_says_what_the_file_says(document: Document) -> None:

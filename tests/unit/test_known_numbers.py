@@ -33,6 +33,7 @@ def plan(by_values: bool) -> autopar.Plan:
     return autopar.plan(Positions(by_values), mesh, example_inputs={"x": torch.randn(4, 6, 8)}, strategy="ddp")
 
 
+@pytest.mark.moderate
 def test_a_branch_on_known_numbers_is_taken() -> None:
     """Breaks if a model that asks how long its sequence is, by a tensor of positions, is refused."""
     plan(by_values=False).verify().raise_on_failure()
@@ -67,6 +68,7 @@ class LeavesOut(nn.Module):
         return (x + self.layers[0](x)).square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("how", "share"),
     [("less", 0.0), ("less", -1.0), ("less", 1.0), ("at most", -0.5), ("at most", 1.0), ("kept", 0.0), ("kept", 1.0)]

@@ -223,6 +223,7 @@ def test_what_a_mask_is(name: str) -> None:
     assert [site.fused for site in program.attention] == [True]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ["causal", "window", "both sides", "expanded", "causal, padding", "causal chunks",
                                   "additive window", "full of -inf", "tril", "counts, causal"])  # fmt: skip
 def test_long_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +234,7 @@ def test_long_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert given_of(node) == wanted
 
 
+@pytest.mark.moderate
 def test_a_position_bias_beside_a_mask() -> None:
     """Breaks if a bias with a gradient keeps the causal mask that is added to it, or loses it."""
 

@@ -20,6 +20,7 @@ meshes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
 )
 
 
+@pytest.mark.moderate
 @given(meshes)
 def test_groups_are_the_slices_of_a_row_major_array(mesh: Mesh) -> None:
     """Breaks if a group's ranks, their order, or a coordinate differ from DeviceMesh's row-major array of ranks."""

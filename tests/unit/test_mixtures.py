@@ -273,6 +273,7 @@ def test_auto_exchanges_where_that_is_cheaper() -> None:
     assert steps[0] <= 1.02 * steps[2] and steps[2] < steps[1] < 1.0
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("mesh", "strategy"), [("ep=2", "expert"), ("dp=2,ep=2", {"dp": "ddp", "ep": "expert+sum"})])
 def test_no_experts_to_split(mesh: str, strategy: Any) -> None:
     """Breaks if a model whose experts nothing recognizes is refused, or an axis does nothing without a word."""
@@ -351,6 +352,7 @@ def test_a_layer_in_another_model(strategy: str, mesh: str, called: str) -> None
     assert plan.verify(rtol=1e-9).ok and plan.source is not None and called in plan.source
 
 
+@pytest.mark.moderate
 def test_a_layer_of_an_earlier_transformers() -> None:
     """Breaks if layers of experts are known by what only later versions say of them (5.17 says nothing of norms behind
     experts): loops that ask for values, and programs without exchange.

@@ -66,6 +66,7 @@ def test_tiny_models_run_with_their_batch(name: str) -> None:
     assert sum(p.numel() for p in loaded.model.parameters()) < 300_000
 
 
+@pytest.mark.moderate
 def test_tiny_keeps_what_is_particular() -> None:
     """Breaks if shrinking loses grouped KV heads, llama3's rope, GPT-2's awkward vocabulary or tied weights."""
     llama = catalogue.load("llama", tiny=True).model
@@ -173,6 +174,7 @@ def test_batches_of_two_kinds() -> None:
     assert torch.equal(first + 1, loaded.batch["attention_mask"].sum(-1)) and len(set(first.tolist())) > 2
 
 
+@pytest.mark.moderate
 def test_options() -> None:
     """Breaks if dropout, overrides, dtype or a longer tiny batch do not reach the model."""
     bert = catalogue.load("bert", tiny=True, dropout=0.0).model

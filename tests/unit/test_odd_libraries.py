@@ -32,6 +32,7 @@ class Layers(nn.Module):
         return self.ends[1](x)
 
 
+@pytest.mark.moderate
 def test_lists_of_modules_may_hold_none() -> None:
     """Breaks if what looks through the elements of lists takes each for a module."""
     plan = autopar.plan(Layers(), MESH, example_inputs=torch.randn(4, 8), strategy="ddp")
@@ -52,6 +53,7 @@ class Recycled(nn.Module):
         return x
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("numpy", [False, True])
 @pytest.mark.parametrize("counts", [False, True])
 def test_what_is_chosen_by_chance_is_refused_by_no_chance(numpy: bool, counts: bool) -> None:

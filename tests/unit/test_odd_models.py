@@ -196,6 +196,7 @@ def test_a_value_under_two_names_has_two_gradients(copies: bool) -> None:
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "zero3"), ("dp=2,tp=2", "auto"), ("pp=2", "pipeline(1f1b)")])
 def test_what_came_in_may_go_out(mesh: str, strategy: str) -> None:
     """Breaks if a model that returns an input, a parameter or a buffer is not planned, or the parameter's gradient
@@ -252,6 +253,7 @@ class DoubledOtherwise(Hooked):
         return self.last(Doubled.apply(self.first(x))).pow(2).mean()
 
 
+@pytest.mark.moderate
 def test_a_hook_that_changes_gradients_is_no_part_of_a_program() -> None:
     """Breaks if a hook that forward registers is lost without a word, or what its error recommends does not do."""
     given = {"x": torch.randn(4, 8)}

@@ -40,11 +40,13 @@ SLICE = (
 )  # fmt: skip
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", SLICE)
 def test_a_slice_of_the_table_is_proven_under_ddp(name: str) -> None:
     assert run(CASES[name], "ddp", DP).partition(":")[0] == "ok"
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "name", ["MSELoss (mean)", "CrossEntropyLoss (weights, mean)", "var (the batch)", "sort (the batch)"]
 )
@@ -229,6 +231,7 @@ def layer(call: Callable[..., Tensor], *shape: int) -> tuple[nn.Module, Tensor]:
     return Layer(shape[-1], call), torch.randn(ROWS, *shape)
 
 
+@pytest.mark.moderate
 def test_what_no_split_serves_is_gathered_and_nothing_else_is() -> None:
     model, x = layer(lambda x: x.cumsum(0), 4)
     plan, told = planned(model, x=x)
@@ -242,6 +245,7 @@ def test_what_no_split_serves_is_gathered_and_nothing_else_is() -> None:
     assert [note for note in plan.notes if "cumsum" in note] == [message.removeprefix("autopar: ")]
 
 
+@pytest.mark.moderate
 def test_a_value_that_several_gathered_operators_read_is_gathered_once() -> None:
     """A product's forward and backward read the same rows whole; it was refused, as only readers could gather."""
     model, x = layer(lambda x: x.prod(0), 4)
@@ -250,6 +254,7 @@ def test_a_value_that_several_gathered_operators_read_is_gathered_once() -> None
     assert plan.source.count("all_gather") == 1
 
 
+@pytest.mark.moderate
 def test_operators_before_one_that_is_gathered_stay_split() -> None:
     """Gathering their narrow operand would be fewer bytes, and all that follows would be computed on every rank."""
     model, x = layer(lambda x: x.repeat(1, 16).cumsum(0), 4)
@@ -258,6 +263,7 @@ def test_operators_before_one_that_is_gathered_stay_split() -> None:
     assert "f32[8, 64]" in gather
 
 
+@pytest.mark.moderate
 def test_what_splits_is_not_gathered() -> None:
     for name in ("MSELoss (mean)", "var (all)", "contrastive (both directions)", "Unfold"):
         case = CASES[name]
@@ -273,6 +279,7 @@ def test_the_price_of_gathering_is_that_of_all_calls_and_operands() -> None:
     assert any("sort at" in each and "receives 128 B more" in each for each in told)
 
 
+@pytest.mark.moderate
 def test_strategies_that_do_not_split_the_batch_gather_nothing_more() -> None:
     """Tensor parallelism may not gather activations, and what it cannot do is refused with the model's words."""
 
@@ -295,6 +302,7 @@ def test_strategies_that_do_not_split_the_batch_gather_nothing_more() -> None:
 # --------------------------------------------------------------------------------------- what the table found besides
 
 
+@pytest.mark.moderate
 def test_a_check_before_a_raise_passes_while_the_model_is_traced() -> None:
     class Checked(nn.Module):
         def __init__(self) -> None:
@@ -313,6 +321,7 @@ def test_a_check_before_a_raise_passes_while_the_model_is_traced() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_a_branch_on_values_that_does_more_than_raise_is_told() -> None:
     """Breaks if a test of inputs is decided by the example's without a word; of what is computed, it is refused."""
 
@@ -334,6 +343,7 @@ def test_a_branch_on_values_that_does_more_than_raise_is_told() -> None:
         planned(Branching(False), x=torch.randn(8, 6))
 
 
+@pytest.mark.moderate
 def test_a_gaussian_likelihood_passes_gradients_through_clamped_variances() -> None:
     """torch clamps them in place without a gradient: below eps the gradient passes as if they were not clamped."""
     model = Loss(6, lambda x, a: F.gaussian_nll_loss(x, a, F.softplus(x), eps=0.7))
@@ -355,6 +365,7 @@ def test_what_changes_in_place_without_a_gradient_is_refused() -> None:
         planned(model, x=x)
 
 
+@pytest.mark.moderate
 def test_buffers_that_are_one_tensor_stay_one_in_a_proof() -> None:
     """The proof's cast made two of them, and the plan's decisions did not know the second."""
     weight = torch.linspace(0.5, 1.5, 6)
@@ -396,6 +407,7 @@ def test_what_torch_itself_has_wrong_is_refused_with_what_to_use() -> None:
         planned(model, x=x)
 
 
+@pytest.mark.moderate
 def test_a_mean_over_unequal_weights_is_that_of_the_whole_batch() -> None:
     """Each rank's own mean, averaged, is another number where ranks have other labels: what PyTorch's DDP computes."""
     weight = torch.tensor([0.1, 5.0, 1.0])
@@ -404,6 +416,7 @@ def test_a_mean_over_unequal_weights_is_that_of_the_whole_batch() -> None:
     assert planned(model, x=torch.randn(8, 3), a=labels)[0].verify().ok
 
 
+@pytest.mark.moderate
 def test_losses_of_signs_need_no_rows_of_others() -> None:
     model = Loss(6, nn.SoftMarginLoss())
     plan, _ = planned(model, strategy="zero3", mesh=BOTH, x=torch.randn(8, 6), a=signs(6)(torch.Generator()))

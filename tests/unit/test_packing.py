@@ -34,6 +34,7 @@ def test_groups_go_where_most_of_them_are() -> None:
     assert sum(one // 2 != other // 2 for one, other in zip(now, found, strict=True)) == 2
 
 
+@pytest.mark.moderate
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_is_a_permutation_that_is_no_worse(data: st.DataObject) -> None:

@@ -41,6 +41,7 @@ def test_passes_of_a_users_own_stay_where_they_were_put() -> None:
     assert names(Phases.of(DEFAULT[8:]).trace) == [] and not Phases.of(DEFAULT[8:]).have("capture")
 
 
+@pytest.mark.moderate
 def test_a_pass_behind_place_sees_every_placement() -> None:
     """Breaks if a plan keeps what no pass of the user's has seen."""
     seen: list[Program] = []
@@ -61,6 +62,7 @@ def test_a_pass_behind_place_sees_every_placement() -> None:
     assert any(program.placement == plan.program.placement for program in seen)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("record", ["annotated", "placed"])
 def test_what_a_phase_found_is_there_as_a_whole_or_told_missing(record: str) -> None:
     """Breaks if a region without what its phase should have found passes the verifier, or reads as one without

@@ -113,6 +113,7 @@ ROWS = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -208,6 +209,7 @@ def test_a_pipeline_of_one_rank() -> None:
     assert "in the stage" not in str(plan) and "1 stage;" in str(plan)
 
 
+@pytest.mark.moderate
 def test_inference() -> None:
     """Breaks if the forward alone is planned with a backward's order, on more than one microbatch, or computes
     otherwise than the eager model.

@@ -195,6 +195,7 @@ def test_casts_that_the_proof_has_not() -> None:
     assert plan.verify().ok and plan.verify(dtype=torch.float32).ok
 
 
+@pytest.mark.moderate
 def test_what_a_script_draws_next_is_what_it_was() -> None:
     """Breaks if a proof, which one rank may ask for alone, seeds or uses torch's generator."""
     with torch.device("meta"):

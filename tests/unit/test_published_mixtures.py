@@ -166,6 +166,7 @@ def test_what_a_run_keeps_by_hand() -> None:
     assert rows == pytest.approx(2 * 16 * 2 * 2 * (32 + 2 * 64), rel=0.01)  # layers, tokens, choices, bytes
 
 
+@pytest.mark.moderate
 def test_kernels_keep_what_they_say() -> None:
     """Breaks if what a module keeps for the backward counts beside what its kernels keep, not instead."""
     without = held(kernels={"self_attn": 0.0})

@@ -32,6 +32,7 @@ def test_outputs_of_one_region(roots: tuple[str, ...]) -> None:
     assert reached(model, {"x": x, "y": y}, roots) == {name: own & {*roots} for name, own in wanted.items()}
 
 
+@pytest.mark.moderate
 def test_outputs_along_layers() -> None:
     """Breaks if what several calls read has the gradient of one of them, or layers behind an output that of it."""
     batch = {"x": torch.randn(8, 8), "y": torch.randint(5, (8,))}

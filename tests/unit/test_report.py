@@ -37,6 +37,7 @@ def test_units() -> None:
     assert format_time(math.inf) == "inf s"
 
 
+@pytest.mark.moderate
 def test_every_part_is_there(plan: Plan) -> None:
     """Breaks if print(plan) leaves out the mesh, a region, a parameter, a collective, the memory or the solver."""
     text = str(plan)
@@ -49,6 +50,7 @@ def test_every_part_is_there(plan: Plan) -> None:
     assert "gather parameter" in text and "reduce_scatter" in text
 
 
+@pytest.mark.moderate
 def test_text_is_plain_narrow_and_repeatable(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if the terminal, its width or its colours get into the text, or a line is wider than 120."""
     text = str(plan)
@@ -59,6 +61,7 @@ def test_text_is_plain_narrow_and_repeatable(plan: Plan, monkeypatch: pytest.Mon
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+@pytest.mark.moderate
 def test_a_loaded_plan_prints_the_same(plan: Plan) -> None:
     """Breaks if a table needs more than what is saved."""
     assert str(Plan.from_json(plan.to_json())) == str(plan)
@@ -96,6 +99,7 @@ def test_the_last_line_says_it_all(plan: Plan) -> None:
     assert "a step predicted" in line and "a rank" in line and "gap" in line
 
 
+@pytest.mark.moderate
 def test_what_is_gathered_once_and_overlaps_is_said() -> None:
     """Breaks if kept parameters look like ZeRO-3's, or microbatches and overlap are left out of the table."""
     loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
@@ -132,6 +136,7 @@ def test_what_does_not_fit_beside_the_compute_is_said() -> None:
     assert again.source == tight.source and again.source != plan.source
 
 
+@pytest.mark.moderate
 def test_parameters_in_place_are_not_gathered() -> None:
     """Breaks if a plan that gathers and reduces nothing talks of overlap, or DDP of gathers."""
     loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
@@ -188,6 +193,7 @@ def test_where_memory_is_slack_it_has_no_price(plan: Plan) -> None:
     assert plan_data(plan, [])["memory_price_ms_per_gib"] == {"least": 0.0, "most": 0.0}
 
 
+@pytest.mark.moderate
 def test_a_pipelines_price_is_of_one_rank() -> None:
     """Breaks if the seconds of all ranks of a pipeline together, which its objective adds up, are said of a step."""
     loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))

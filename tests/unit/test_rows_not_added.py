@@ -27,6 +27,7 @@ class Net(nn.Module):
         return self.norm(self.linear(x))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("keeps", [False, True])
 def test_the_reason_is_said(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Breaks if an odd batch is refused, and nobody hears why it was not made even."""
@@ -69,6 +70,7 @@ IN_IT: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
 ]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("how", "counts"), [*((each, True) for each in COUNTED), *((each, False) for each in IN_IT)])
 def test_metrics_that_labels_tell_leave_added_rows_out(how: Callable[..., Tensor], counts: bool) -> None:
     """Breaks if an odd last batch is refused for its accuracy, or a row that was added is in a metric."""

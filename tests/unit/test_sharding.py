@@ -233,6 +233,7 @@ def test_local_shape(case: tuple) -> None:
                 assert not is_valid(odd, source, sizes)
 
 
+@pytest.mark.moderate
 @MANY
 @given(st.lists(PLACEMENTS, min_size=1, max_size=3))
 def test_text_round_trips(placements: list[Placement]) -> None:

@@ -255,6 +255,7 @@ def test_auto_splits_a_long_cache_of_one_key_head() -> None:
         assert phase.spread is not None and phase.spread.pieces == 2
 
 
+@pytest.mark.moderate
 def test_later_phases_know_how_a_cache_was_left() -> None:
     """Breaks if a program knows nothing of the pieces in which it gets a cache or takes another dim for its length."""
     inputs = {"past_key_values": caches.new_cache(_model("llama"), 2, 8, torch.device("cpu"))}

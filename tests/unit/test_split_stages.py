@@ -152,6 +152,7 @@ def test_schedules_with_more_stages(schedule: str, stages_per_rank: int) -> None
     assert summarize(found).timeline.makespan_s <= CLOSE * least
 
 
+@pytest.mark.moderate
 def test_a_large_vocabulary_gets_a_stage_with_fewer_blocks() -> None:
     """Breaks if embedding and head do not count as pieces of the model."""
     program = lowered("vocabulary")

@@ -131,6 +131,7 @@ class OwnCodes(nn.Module):
         return out
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", ["outputs", "more dims", "shared"])
 def test_codes_that_lie_otherwise_are_numbers(kind: str) -> None:
     """Breaks if codes are read as ours whose bytes hold outputs, whose dims are no groups, or whose scales are not of

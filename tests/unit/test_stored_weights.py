@@ -33,6 +33,7 @@ def plainly(module: Any, way: str, rows: int, columns: int, group: int) -> Tenso
     return found
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "mxfp4"])  # that one: test_stored_experts.py
 def test_codes_say_the_weight(way: str) -> None:
     """Breaks if a scale is of another row, group or block, is left out, or a code further from its number than half a

@@ -177,6 +177,7 @@ def test_heads_that_do_not_divide_say_what_would() -> None:
         autopar.plan(loaded.model, Mesh({"cp": 16}), example_inputs=loaded.batch, strategy="ulysses")
 
 
+@pytest.mark.moderate
 def test_models_without_attention_are_refused() -> None:
     """Breaks if a strategy that says what attention does is taken for one that does nothing."""
     loaded = catalogue.load("mlp", tiny=True, device="cpu")
@@ -202,6 +203,7 @@ def test_axes_for_anything_else(axis: str) -> None:
     assert not is_tensor_axis(axis)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("mesh", "strategy"), [
     ("node=2,dp=2", "hsdp"), ("dp=2", "zero3+keep"), ("dp=2", "zero1"), ("dp=2,tp=2", {"dp": "zero2", "tp": "tensor"}),
 ])  # fmt: skip

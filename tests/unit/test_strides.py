@@ -43,6 +43,7 @@ class Model(nn.Module):
         return (x.transpose(1, 2) * torch.arange(30.0).view(5, 6)).sum()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_programs_hand_over_what_lies_row_by_row(strategy: str) -> None:
     """Breaks if an operator gets memory in another order than it reads it in."""

@@ -200,6 +200,7 @@ class Model(nn.Module):
         return Loss(nn.functional.mse_loss(found, batch.target), {"found": found})
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "auto"])
 def test_a_model_of_objects_is_proven(strategy: str) -> None:
     """Breaks if a model whose batch and output are a script's own classes cannot be planned, or is another one."""

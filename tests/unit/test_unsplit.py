@@ -97,6 +97,7 @@ def test_a_matrix_without_a_split_stays_whole_and_says_so(mesh: str) -> None:
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_it_is_a_warning() -> None:
     """Breaks if who does not print the plan is not told."""
     with pytest.warns(UserWarning, match=NOTE):
@@ -104,6 +105,7 @@ def test_it_is_a_warning() -> None:
         autopar.plan(Blocks(Block(), Block()), mesh, example_inputs=tokens(), strategy="tensor")
 
 
+@pytest.mark.moderate
 def test_nothing_is_said_where_everything_splits() -> None:
     """Breaks if matrices are left whole that have a split."""
     layers = [Block(), Block()]
@@ -113,6 +115,7 @@ def test_nothing_is_said_where_everything_splits() -> None:
     assert not plan.notes and not whole(plan)
 
 
+@pytest.mark.moderate
 def test_as_few_elements_as_can_be_stay_whole() -> None:
     """Breaks if of two matrices in a row, of which the second cannot be cut, the first is left whole with more."""
 
@@ -169,6 +172,7 @@ def test_heads_that_do_not_divide_leave_other_weights_split() -> None:
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_where_nothing_splits_the_strategy_is_refused() -> None:
     """Breaks if a model is called tensor-parallel of which every rank computes all, or the message names no module."""
     with pytest.raises(AutoparError, match=r"none of 1 can be split over tp=2") as refused:
@@ -195,6 +199,7 @@ def test_an_axis_that_has_nothing_to_split_says_so() -> None:
     assert {each.stored for each in plan.program.placed.parameters.values()} == {(REPLICATE,)}
 
 
+@pytest.mark.moderate
 def test_explain_asks_for_other_shardings_of_such_a_plan() -> None:
     """Breaks if what was conceded to the plan is not conceded to its alternatives."""
     plan = planned(Blocks(Block(), Block()), "tp=2")
@@ -227,6 +232,7 @@ def scored(words: int) -> Plan:
     return planned(Scored(words), "tp=2", batch=batch)
 
 
+@pytest.mark.moderate
 def test_what_is_read_of_classes_splits() -> None:
     """Breaks if a softmax, what it takes at a label or targets beside it have a head computed whole."""
     plan = scored(32)
@@ -244,6 +250,7 @@ def test_a_head_whose_rows_do_not_divide_is_told() -> None:
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_a_sum_over_more_than_classes_splits() -> None:
     """Breaks if a log-sum-exp over classes and another dim is taken for one of classes."""
 

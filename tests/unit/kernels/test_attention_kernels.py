@@ -102,6 +102,7 @@ def test_keys_walk_as_many_queries_at_a_time_as_a_device_does(
     assert_equal(actual, expected(tensors, case.said(), actual["out"]))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("chunk", [0, 64])
 @pytest.mark.parametrize("name", mostly_slow(["odd heads", "head of one", "everything"], "odd heads"))
 def test_slices_of_a_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +140,7 @@ def test_what_is_not_seen_is_not_read() -> None:
     assert not actual["dk"][:, :, :32].any()
 
 
+@pytest.mark.moderate
 def test_padding_is_not_read() -> None:
     """Breaks if blocks before the first valid key, or after the last, are read."""
     case = Case(B=2, S=20, T=128, keys=[(70, 128), (0, 30)])
@@ -189,6 +191,7 @@ def test_queries_that_see_a_key_block_not_are_not_read() -> None:
     assert_near(dv, want["dv"])
 
 
+@pytest.mark.moderate
 def test_nothing_is_seen() -> None:
     """Breaks if rows without keys give NaN, or an lse that a merge would count."""
     case = Case(B=2, S=40, keys=[(0, 0), (0, 56)], options={**CAUSAL, "key_starts": [20]})
@@ -226,6 +229,7 @@ def test_blocks_of_keys_merge() -> None:
     assert_near(torch.cat([dv for _, _, dv in grads], 2), want["dv"])
 
 
+@pytest.mark.moderate
 def test_a_query_whose_keys_a_bias_hides_attends_to_all_alike() -> None:
     """Breaks if finfo.min swallows the logarithm of how many keys there are. Row 3 sees nothing, row 5 one key."""
     case = Case(S=20, T=40, bias=(1, 1, 20, 40))

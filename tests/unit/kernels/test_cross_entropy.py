@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tests.unit.kernels.interpreted import assert_near
 from tests.unit.kernels.interpreted import load as kernels
 
 
+@pytest.mark.moderate
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 4), st.integers(1, 5), st.integers(1, 300), st.integers(0, 200),

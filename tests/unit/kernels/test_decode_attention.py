@@ -81,6 +81,7 @@ def test_equal_to_float64(name: str) -> None:
     assert_equal(computed(tensors, case), wanted(tensors, case))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ["a token", "drafts", "everything"])
 def test_half_precision(name: str) -> None:
     """Breaks if a cut, or what merges them, is kept in half precision."""
@@ -203,6 +204,7 @@ def test_keys_that_one_query_alone_sees_are_read() -> None:
     assert_equal(computed(tensors, case), wanted(tensors, case))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("cuts", mostly_slow([1, 2, 4, 64], 1, 2))
 def test_any_number_of_cuts(cuts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a cut without keys counts, or a key falls between two."""

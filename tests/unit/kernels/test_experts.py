@@ -85,6 +85,7 @@ def test_without_a_gate(text: str) -> None:
     check(Case(act=text, gated=False, routing=ROUTINGS["balanced"][:5]))
 
 
+@pytest.mark.moderate
 def test_half_precision_and_sizes_that_tiles_divide() -> None:
     check(Case(dtype=torch.float16, D=32, F=16, act=CLAMPED, interleaved=True, transposed=True, biased=True))
 
@@ -157,6 +158,7 @@ def test_the_host_waits_for_nothing(text: str, few: int, monkeypatch: pytest.Mon
         found(case, given)
 
 
+@pytest.mark.moderate
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=12), st.sampled_from([16, 32, 64, 128]))
 def test_as_many_programs_as_there_may_be_tiles(counts: list[int], block: int) -> None:

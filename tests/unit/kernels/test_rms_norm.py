@@ -19,6 +19,7 @@ SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 300))
 FORMS = st.sampled_from([(0.0, True), (1.0, False), (0.0, False)])
 
 
+@pytest.mark.moderate
 @settings(max_examples=30, deadline=None)
 @given(SHAPES, DTYPES, FORMS, st.booleans())
 def test_equal_to_float64(

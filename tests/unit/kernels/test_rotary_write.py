@@ -69,6 +69,7 @@ def test_numbers_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(given[key], x) for key, x in before.items())
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("name", mostly_slow([name for name in CALLS if name != "odd values"], "a token", "several"))
@@ -79,6 +80,7 @@ def test_codes_are_those_of_torch(name: str, storage: str, dtype: torch.dtype) -
     assert_same(load("rotary_write").rotary_write(**given), reference(**given), exact=True)
 
 
+@pytest.mark.moderate
 def test_every_number_has_its_nearest_e4m3() -> None:
     """Breaks if a number between two, near zero, or at the end has another code than torch gives it."""
     steps = torch.arange(0, 2**13, dtype=torch.float32) * 2**-11  # through the subnormals, at quarters of their steps

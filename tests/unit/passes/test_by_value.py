@@ -109,6 +109,7 @@ def test_values_that_decide_are_part_of_what_a_program_is_for(
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_a_saved_plan_keeps_which_values_decide() -> None:
     """Breaks if the names get lost on the way to the other ranks: they would run one program on all values."""
     kind, batch, names = CASES[0]

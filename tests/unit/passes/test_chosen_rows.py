@@ -166,6 +166,7 @@ def test_chosen_rows_are_split_with_the_batch(name: str, strategy: str) -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_no_rows_give_what_eager_gives() -> None:
     """Breaks if a mean of nothing is a number."""
     model = Words(_head_of_the_chosen)
@@ -198,6 +199,7 @@ class Chooses(nn.Module):
         return x.masked_scatter(~mask.unsqueeze(-1), self.other(x[~mask]))
 
 
+@pytest.mark.moderate
 def test_repeated_blocks_choose_by_one_mask() -> None:
     """Breaks if the rows of a block that was traced once are those of another."""
     model, labels = Layers(), {"labels": _batch(0.3)["labels"]}

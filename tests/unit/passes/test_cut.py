@@ -30,6 +30,7 @@ def limited(weights: Sequence[int], limits: Sequence[int]) -> Callable[[int, int
 times = st.lists(st.integers(0, 30), min_size=1, max_size=9)
 
 
+@pytest.mark.moderate
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(times, st.integers(1, 9), st.booleans(), st.data())
 def test_no_cut_has_a_faster_slowest_stage(
@@ -47,6 +48,7 @@ def test_no_cut_has_a_faster_slowest_stage(
     assert best_cut(seconds, num_stages, None, extra) == min(all_cuts(size, num_stages), key=rank)
 
 
+@pytest.mark.moderate
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(times, st.integers(1, 5), st.data())
 def test_cuts_fit_the_memory(seconds: list[float], num_stages: int, data: st.DataObject) -> None:
@@ -82,6 +84,7 @@ def test_a_heavy_head_gets_a_stage_to_itself() -> None:
     assert [stop - first for first, stop in ranges(cut, 20)] == [2, 2, 2, 3, 5, 6]
 
 
+@pytest.mark.moderate
 def test_large_cuts() -> None:
     """Breaks if many calls and stages overflow, or the answer is not the equal parts that are there."""
     assert best_cut([1.0] * 128, 64) == tuple(range(0, 128, 2))

@@ -146,6 +146,7 @@ class Weighing(Block):
         return x * torch.tensor(0.5, dtype=x.dtype)
 
 
+@pytest.mark.moderate
 def test_constants_of_repeated_blocks() -> None:
     """Breaks if blocks that were left out have no copy of a constant that the tracer lifts out of each."""
     model = Row([Weighing(i) for i in range(8)]).double()
@@ -170,6 +171,7 @@ class Attending(Weighing):
         return self.act(torch.nn.functional.scaled_dot_product_attention(q, q, q)[:, 0, 0] + q[:, 0, 0])
 
 
+@pytest.mark.moderate
 def test_constants_of_blocks_that_were_left_out_outlive_the_fusion_of_attention() -> None:
     """Breaks if constants of left out blocks are dropped, as no node of the graph reads them."""
     model = Row([Attending(i) for i in range(8)]).double()

@@ -175,6 +175,7 @@ class Largest(nn.Module):
         return best.square().mean()
 
 
+@pytest.mark.moderate
 def test_what_gradients_write_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if long recurrences are differentiated twice, or if what is written is another gradient."""
     again: list[object] = []

@@ -140,6 +140,7 @@ def both(model: nn.Module, batch: dict[str, Tensor]) -> Program:
     return program
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
     """Breaks if a form is not recognized, or one operator computes something else than what was written."""
@@ -154,6 +155,7 @@ def test_forms(name: str) -> None:
 UNLIKE = ("additive, nothing seen", "additive documents, padding")  # torch's gradients are wrong there
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in UNLIKE])
 def test_masks(name: str) -> None:
     """Breaks if a mask that was recognized shows another key, or hides one."""
@@ -165,6 +167,7 @@ def dropped(m: Written, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Ten
     return heads_joined(functional.dropout((q @ k.mT).softmax(-1), 0.25) @ v)
 
 
+@pytest.mark.moderate
 def test_dropout_keeps_its_probability() -> None:
     """Breaks if the dropout of probabilities is lost, or drawn twice."""
     batch = batch_of(16, S)
@@ -209,6 +212,7 @@ LEFT: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left(name: str) -> None:
     """Breaks if something that is no plain attention, or is read elsewhere, is fused, or left without a reason."""
@@ -230,6 +234,7 @@ def test_a_product_that_is_no_attention() -> None:
     assert fuse_attention(capture(Gate(), batch_of(4, 3))).attention == ()
 
 
+@pytest.mark.moderate
 def test_a_query_whose_keys_are_all_hidden() -> None:
     """Breaks if hiding by a large number is taken for leaving out: such a query attends to all keys alike."""
 
@@ -245,6 +250,7 @@ def test_a_query_whose_keys_are_all_hidden() -> None:
     assert [site.what for site in program.attention] == ["bias"]
 
 
+@pytest.mark.moderate
 def test_constants_that_nobody_reads_are_gone() -> None:
     """Breaks if a mask that became an option is still made, or a constant is still declared."""
 

@@ -143,6 +143,7 @@ def test_a_weight_behind_other_casts_stays_outside(casts: str, dtype: torch.dtyp
     assert norm.args[1] is None and norm.args[0].meta["val"].dtype != torch.float64
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("affine", "eps"), [(True, 1e-6), (True, None), (False, 1e-6)])
 def test_called_norms(affine: bool, eps: float | None) -> None:
     """Breaks if `nn.RMSNorm` is left as the dozen operators that tracing makes of it, or its own eps is lost."""
@@ -164,6 +165,7 @@ def test_rotary(turn: Callable[[Tensor], Tensor], rows: int) -> None:
     assert "ops.rotary_backward(" in plan.source and plan.verify().ok
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "form",
     [

@@ -83,6 +83,7 @@ def _operators(program: Program) -> list[str]:
     return [format_target(node) for node in nodes]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("storage", ["", *STORAGES])
 def test_one_operator(storage: str, new: int) -> None:
@@ -96,6 +97,7 @@ def test_one_operator(storage: str, new: int) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "said",
     [
@@ -117,6 +119,7 @@ def test_what_stays(storage: str, said: dict[str, Any]) -> None:
     assert _operators(before) == _operators(after)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("storage", ["", "int4"])
 def test_caches_that_lie_where_they_are_written_are_not_read(storage: str) -> None:
     """Breaks if the price of a token has its whole cache copied where a graph writes it in place."""

@@ -110,6 +110,7 @@ def test_overlap(case: Case, golden: Golden) -> None:
     golden("\n".join(lines))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_emit_kept(strategy: str, golden: Golden) -> None:
     """Breaks if parameters are gathered more than once a step, or zero1 reduces before the backward is through."""
@@ -118,6 +119,7 @@ def test_emit_kept(strategy: str, golden: Golden) -> None:
     golden(function_text(source, "block_gather", "backward"))
 
 
+@pytest.mark.moderate
 def test_emit_sequence(golden: Golden) -> None:
     """Breaks if `tensor+sequence` leaves an all-reduce in a block, or gathers a value more than once."""
     case = placed(make(SmallSequence(), sequence_batch()), "tensor+sequence", Mesh({"tp": 2}, hardware="cpu"))
@@ -125,6 +127,7 @@ def test_emit_sequence(golden: Golden) -> None:
     golden(function_text(source, "block_forward"))
 
 
+@pytest.mark.moderate
 def test_inference_drops_what_was_read(golden: Golden) -> None:
     """Breaks if a forward alone keeps names of values that nothing will read: they would live to its end."""
     plan = autopar.plan(SmallSequence(), MESH, example_inputs=sequence_batch(), inference=True)

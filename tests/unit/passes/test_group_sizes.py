@@ -182,6 +182,7 @@ class LeavesOne(ByPlace):
         return (made.view(-1, CHOICES, WIDTH) * weights[..., None]).sum(1)
 
 
+@pytest.mark.moderate
 def test_rows_that_no_expert_has_stay_as_they_were() -> None:
     """Breaks if what is assigned to some rows is taken for what is added to nothing."""
     torch.manual_seed(0)

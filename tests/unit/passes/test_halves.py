@@ -109,6 +109,7 @@ def test_small_models_are_equal(strategy: str) -> None:
         proven(placed(case, plan))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_what_is_computed_again_is_computed_once(mode: str) -> None:
     """Breaks if a value that the backward recomputes is recomputed in each half, or read from the wrong one."""
@@ -122,6 +123,7 @@ def test_what_is_computed_again_is_computed_once(mode: str) -> None:
         assert all(is_view(nodes[name]) for name in both)
 
 
+@pytest.mark.moderate
 def test_parameters_that_the_weight_half_reads() -> None:
     """Breaks if the weight half is said to read no parameters and reads one, or the other way round."""
 
@@ -160,6 +162,7 @@ def test_parameters_that_the_weight_half_reads() -> None:
             assert either == reads_in_backward(region, slot)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ["p", "comm", "saved", "kept", "g", "F"])
 def test_an_input_may_have_any_name(name: str) -> None:
     """Breaks if a model's input is taken for what a region's functions have under the same name."""
@@ -202,6 +205,7 @@ def test_every_operator_is_in_one_half(name: str, strategy: Strategy) -> None:
             assert not first
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_only_what_is_read_is_kept(name: str, strategy: Strategy) -> None:
@@ -219,6 +223,7 @@ def test_only_what_is_read_is_kept(name: str, strategy: Strategy) -> None:
             assert set(region.lowered["forward"].saved) - set(first.saved)
 
 
+@pytest.mark.moderate
 def test_what_both_halves_gather_is_kept_gathered() -> None:
     """Breaks if, with the sequence split, the weight half gathers the gradient of a block's output again."""
     program = lower("llama", "tp=2", "tensor+sequence")
@@ -230,6 +235,7 @@ def test_what_both_halves_gather_is_kept_gathered() -> None:
     assert "all_gather" not in weight
 
 
+@pytest.mark.moderate
 def test_a_half_without_an_operator_is_found() -> None:
     """Breaks if the verifier lets a gradient, or what it is made of, get lost between the halves."""
     program = halved(placed(make()).programs["place"], placed(make()).strategies)

@@ -83,6 +83,7 @@ def test_numbers_are_of_the_whole_batch(how: Callable[..., Any]) -> None:
     plan.verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", HOWS)
 def test_numbers_come_out_as_numbers(how: Callable[..., Any]) -> None:
     """Breaks if a tensor comes back for a number, or the structure that a plan's file has is another one."""
@@ -128,6 +129,7 @@ def test_plain_numbers_that_more_is_done_with_are_refused(how: Callable[..., Any
         capture(Classifies(how), _batch())
 
 
+@pytest.mark.moderate
 def test_numbers_are_not_written_down() -> None:
     """Breaks if a text of a number that nobody has is a traceback of Python's."""
     with pytest.raises(AutoparError, match=r"writes down a number.*outside of forward"):
@@ -145,6 +147,7 @@ def _a_time(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
     return {"loss": loss, "time": time.perf_counter()}
 
 
+@pytest.mark.moderate
 def test_a_number_of_each_call_is_refused() -> None:
     """Breaks if a time, or a counter, comes back as it was when the program was made."""
     with pytest.raises(AutoparError, match="another one each time"):

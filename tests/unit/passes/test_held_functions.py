@@ -94,6 +94,7 @@ class Outside(nn.Module):
         return (self.linear(x) - target).square().sum()
 
 
+@pytest.mark.moderate
 def test_what_is_trained_and_no_parameter_is_refused() -> None:
     """Breaks if a script's own module is frozen without a word."""
     batch = {"x": torch.randn(3, WIDTH)}

@@ -187,6 +187,7 @@ def test_how_it_reads(always: None) -> None:
     assert all("p[" not in line or "expert" in line for line in between)
 
 
+@pytest.mark.moderate
 def test_where_nothing_is_independent() -> None:
     """Breaks if an exchange is taken apart for nothing."""
     program = planned(Alone()).program
@@ -314,6 +315,7 @@ def two() -> Plan:
         patch.undo()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [

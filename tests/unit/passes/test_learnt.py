@@ -93,6 +93,7 @@ def put(program: Program, strategy: Strategy, learnt: Learnt | None, **given: An
     )  # fmt: skip
 
 
+@pytest.mark.moderate
 def test_a_family_is_let_off_the_same(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if what must be gathered and stay whole is sought again for each way to keep parameters, or if what is
     found so is another placement, or says less.
@@ -158,6 +159,7 @@ def test_what_problems_of_a_program_have_alike_is_found_out_once(
             assert all(np.array_equal(usage[2], same[2]) for usage, same in zip(node.usages, other.usages, strict=True))
 
 
+@pytest.mark.moderate
 def test_who_was_let_off_nothing_is_asked_for_nothing(program: Program) -> None:
     """Breaks if another family's concessions are taken, or if they are where a user asked by name."""
     learnt = Learnt()
@@ -174,6 +176,7 @@ def test_who_was_let_off_nothing_is_asked_for_nothing(program: Program) -> None:
     assert any("whole" in note for note in named.notes)
 
 
+@pytest.mark.moderate
 def test_what_was_too_little_is_found_out(program: Program) -> None:
     """Breaks if what another was let off has to do."""
     learnt = Learnt()
@@ -253,6 +256,7 @@ def test_attention_is_blamed_for_what_it_is_needed_for(needed: bool, monkeypatch
     assert conceding._is_at_attention(layer, built, domains) is needed
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("tensor", [False, True])
 def test_parameters_alone_are_placed_for_less(tensor: bool, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if strategies that only keep parameters otherwise are another placement where operators do as the first's
@@ -274,6 +278,7 @@ def test_parameters_alone_are_placed_for_less(tensor: bool, program: Program, mo
     assert all(found.region(each.name).options == each.options for each in program.regions)
 
 
+@pytest.mark.moderate
 def test_a_sequence_that_splits_is_had_though_others_were_refused(program: Program) -> None:
     """Breaks if one refusal refuses all."""
     strategy = {"dp": "ddp", "tp": "allgather_kv"}

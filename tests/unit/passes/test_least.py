@@ -68,6 +68,7 @@ def charged(program: Program, placed: Program) -> float:
     return found
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", NAMES, ids=str)
 def test_no_placement_costs_less(normed: tuple[Program, Least], name: Strategy) -> None:
     """Breaks if a bound is more than what the strategy's own placement takes: a name that might win is left out."""
@@ -94,6 +95,7 @@ def test_what_leaves_no_choice_is_charged_what_it_takes(normed: tuple[Program, L
     assert np.allclose(bounds, bounds[0])
 
 
+@pytest.mark.moderate
 def test_what_may_be_gathered_is_no_reason_to_leave_a_name_out() -> None:
     """Breaks if an operator that no split of the rows serves counts as one that cannot be had: it is gathered for."""
     program, least = prepared(Normed(whole=True))

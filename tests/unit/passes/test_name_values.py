@@ -75,6 +75,7 @@ def test_inputs_of_a_block_are_the_parameters_of_its_forward() -> None:
     assert [port.name for port in program().region("block").inputs] == ["hidden", "cos", "sin", "scale"]
 
 
+@pytest.mark.moderate
 def test_a_block_gives_what_the_next_one_takes() -> None:
     """Breaks if what a block returns has another name than the input of the block that reads it, or its reader's."""
     (result,) = program().region("block").outputs
@@ -183,6 +184,7 @@ class Row(nn.Module):
         return x.square().sum()
 
 
+@pytest.mark.moderate
 def test_a_result_gives_its_word_to_no_other_gradient() -> None:
     """Breaks if the gradient of an inner value is called as that of the result, for one word of the model's source."""
     region = named(Row(Twice), x=torch.randn(2, 4)).region("block")
@@ -235,6 +237,7 @@ class Foreign(nn.Module):
         return {"loss": self.größe(getattr(self, "层")(größe)).pow(2).mean()}  # noqa: B009
 
 
+@pytest.mark.moderate
 def test_names_in_other_alphabets() -> None:
     """Breaks if a model whose names are not ASCII cannot be planned."""
     plan = autopar.plan(

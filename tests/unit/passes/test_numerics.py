@@ -119,6 +119,7 @@ def test_the_program_computes_what_the_model_computes(any_case: Case, after: str
     assert_equal(interpret.run(program, state, interpret.input_tensors(program, any_case.batch)), any_case, program)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "zero3", "tensor", "product"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_lowered_program_computes_what_the_model_computes(name: str, strategy: str) -> None:
@@ -154,6 +155,7 @@ def simulated(case: Case) -> tuple[Any, Any]:
     return found.outputs, found.gradients
 
 
+@pytest.mark.moderate
 def test_tied_parameters_are_one_variable() -> None:
     """Breaks if a tied weight is declared, gathered or reduced twice, or its gradient lacks one of its uses."""
 

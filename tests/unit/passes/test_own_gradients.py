@@ -162,6 +162,7 @@ def _anew(x: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.moderate
 def test_a_function_that_is_defined_in_forward() -> None:
     """Breaks if nobody knows of it, and its gradient is lost."""
     plan = planned(Calls(_anew), "dp=2", "ddp")
@@ -198,6 +199,7 @@ class Checkpointed(nn.Module):
         return again.square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_have_the_gradient_of_what_they_run_again(reentrant: bool) -> None:
     """Breaks if a trace takes what a checkpoint runs without gradients for a constant, and all that follows with it."""
@@ -205,6 +207,7 @@ def test_checkpoints_have_the_gradient_of_what_they_run_again(reentrant: bool) -
     assert plan.verify().ok and plan.source.count("linear_grad_weight") == 2
 
 
+@pytest.mark.moderate
 def test_a_proof_asks_for_gradients_that_a_program_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a program without any gradient is proven, since nothing of it is asked for."""
     monkeypatch.setattr(

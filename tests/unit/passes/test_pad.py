@@ -135,6 +135,7 @@ def test_what_divides_or_is_small_stays_as_it_is() -> None:
     assert pad(outlined, multiple=40) is outlined, "80 rows would be 31% more"
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("name", "vocabulary"), [("gpt2", 127), ("bert", 125)])
 def test_real_models(name: str, vocabulary: int) -> None:
     pytest.importorskip("transformers")

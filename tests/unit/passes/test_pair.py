@@ -91,6 +91,7 @@ class Masked(Alone):
         return (y.square().mean(-1) * mask).sum() / mask.sum(), y
 
 
+@pytest.mark.moderate
 def test_a_microbatch_without_weight() -> None:
     """Breaks if what one microbatch computes as 0 / 0 gets into the gradients by way of the other, if one that goes
     alone counts twice, or its part of the outputs is another one's.
@@ -127,6 +128,7 @@ def test_a_saved_plan() -> None:
     assert replan(loaded, model, x, plan.mesh).source == plan.source
 
 
+@pytest.mark.moderate
 def test_a_step_that_trains_at_once() -> None:
     """Breaks if a step whose microbatches go forward and backward in turn adds other gradients than one that goes
     forward first, or tells other outputs.
@@ -311,6 +313,7 @@ def order_of(program: Program, phase: str) -> list[str]:
     return [kinds.get(str(node.target), "experts") for node in nodes]
 
 
+@pytest.mark.moderate
 def test_both_leave_before_experts_of_one() -> None:
     """Breaks if one microbatch's tokens leave when the other's are back: nothing would run beside them."""
     for phase in ("forward", "backward"):

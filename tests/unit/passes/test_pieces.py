@@ -42,6 +42,7 @@ def test_pieces_that_are_put_together_again_are_what_was_taken_apart(how: str) -
         assert plan.verify().ok and not plan.notes
 
 
+@pytest.mark.moderate
 def test_pieces_that_are_not_simplified_are_eager_s() -> None:
     """Breaks if a program of pieces in another order computes others."""
     model, batch = Lists("other order"), {"x": torch.randn(8, 5, 6)}

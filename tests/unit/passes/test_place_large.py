@@ -12,6 +12,7 @@ from tests.unit.passes import small
 from tests.unit.solver.instances import thresholds
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("share", [None, 0.8])
 def test_a_placement_reaches_what_serves_large_graphs(case: small.Case, share: float | None) -> None:
     """Breaks if only a benchmark reaches annealing and volume, or what they place is dearer, or does not fit."""

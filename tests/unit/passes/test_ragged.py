@@ -105,6 +105,7 @@ HOW: Mapping[str, Callable[[Cuts, Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", HOW)
 def test_a_slice_between_two_tensors(name: str) -> None:
     """Breaks if a row more or less is taken, an end that counts from behind or lies outside is another, or what is

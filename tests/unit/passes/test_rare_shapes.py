@@ -58,6 +58,7 @@ class Terms(nn.Module):
         return (self.first(y) + y.tanh() + self.second(y)).square().mean()
 
 
+@pytest.mark.moderate
 def test_a_term_between_products() -> None:
     """Breaks if a term of a gradient is lost, or counted twice, where products are added first."""
     plan = plan_of(Terms(), {"dp": 2}, "ddp")
@@ -92,6 +93,7 @@ def _each_alone(program: Program, request: Attempt) -> Program:
     return overlap(program, strategies=request.strategies, bucket_bytes=1)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("model", [Twins, OneViewed])
 def test_one_gradient_of_two_parameters(model: type[nn.Module]) -> None:
     """Breaks if a gradient is reduced where it lies for one parameter, and for the other again: twice; or for one that
@@ -178,6 +180,7 @@ def test_calls_outside_of_loops_draw_apart() -> None:
     assert plan.verify().raise_on_failure().ok
 
 
+@pytest.mark.moderate
 def test_large_values_are_freed_behind_their_last_reader() -> None:
     """Breaks if large values that nobody reads any more live on until their function ends."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64)) for _ in range(2)))

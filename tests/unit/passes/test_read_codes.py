@@ -73,6 +73,7 @@ def _operators(program: Program) -> list[str]:
     ]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_codes_are_read_as_they_are(storage: str, pieces: int) -> None:
@@ -86,6 +87,7 @@ def test_codes_are_read_as_they_are(storage: str, pieces: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "said",
     [
@@ -103,6 +105,7 @@ def test_what_stays(said: dict[str, Any]) -> None:
     assert _operators(before) == _operators(after)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("storage", STORAGES)
 def test_codes_count_as_codes(storage: str) -> None:
     """Breaks if the price of a token is that of the numbers, not of the codes and scales that are read once."""

@@ -220,6 +220,7 @@ CASES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("case", CASES)
 def test_only_what_is_the_same_is_repeated(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a block that does something else counts as a repetition, or one that does the same is traced again."""

@@ -85,6 +85,7 @@ def test_equal_to_eager(mesh: str, asked: str, window: int | None) -> None:
     assert planned(mesh, asked, window).verify().ok
 
 
+@pytest.mark.moderate
 def test_equal_to_eager_where_the_backward_computes_attention_again() -> None:
     plan = planned("cp=2", "zigzag", rematerialize="full")
     assert plan.source.count("comm.ring_attention(") == 2
@@ -101,6 +102,7 @@ def test_llama(num: int) -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_the_program_reads_well() -> None:
     lines = planned("cp=4", "zigzag").source.splitlines()
     at = next(i for i, line in enumerate(lines) if "comm.ring_attention(" in line)
@@ -114,6 +116,7 @@ def test_the_program_reads_well() -> None:
     assert sum(starts in line for line in lines) == 2
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("mesh", "asked", "window"), [
     ("cp=4", "ring", None), ("cp=4", "ring", 9), ("cp=2", "zigzag", 9), ("cp0=2,cp1=2", "ring and ulysses", None),
 ])  # fmt: skip
@@ -126,6 +129,7 @@ def test_the_plan_says_what_every_rank_sends(mesh: str, asked: str, window: int 
         assert sum(event.bytes_sent for event in events if event.kind == "send") == said > 0
 
 
+@pytest.mark.moderate
 def test_a_window_reaches_the_neighbour_alone() -> None:
     near, far = planned("cp=4", "ring", 9), planned("cp=4", "ring")
     assert near.source.count("visits=[0, 1],") == 2

@@ -111,6 +111,7 @@ def _returns(x: Tensor, rows: Tensor, n: int) -> Any:
     return {"loss": x + rows.sum(), "n": n, "more": [len(rows), int(n)], "share": 0.1 * n, "float": float(n)}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", [_fractions, _extremes, _tensors_of_numbers, _returns])
 def test_what_is_made_of_numbers_is_what_eager_has(how: Callable[..., Any]) -> None:
     """Breaks if a program has the number of its trace, another type of number, or is refused."""

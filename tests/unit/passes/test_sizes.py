@@ -67,6 +67,7 @@ def test_what_attention_reads_names_the_sizes() -> None:
     assert dict(sizes.notes) == {"B": "8/dp", "S": "16", "H": "8/tp", "G": "4/tp", "D": "8"}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("key_heads", "wanted"), [(G, {"G": G}), (H, {}), (1, {})])
 def test_key_heads_have_a_letter_of_their_own(key_heads: int, wanted: dict[str, int]) -> None:
     """Breaks if fewer key heads are called heads, or all of them key heads, or one alone gets a name."""
@@ -74,6 +75,7 @@ def test_key_heads_have_a_letter_of_their_own(key_heads: int, wanted: dict[str, 
     assert dict(sizes.values) == {"B": B // 2, "S": S, "H": H, "D": D} | wanted
 
 
+@pytest.mark.moderate
 def test_one_row_is_a_number() -> None:
     """Breaks if a size of one has a name, which would say less than the number."""
     assert "B" not in sizes_of(lowered(Attention, G, ranks=B)[0]).values

@@ -58,6 +58,7 @@ def _operators(program: Program) -> list[str]:
     return [name for name in names if "attention" in name or "piece" in name or "index_copy" in name]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("read", "causal", "tokens", "split"),
     [
@@ -86,6 +87,7 @@ def test_what_is_read_of_a_cache(read: int | None, causal: bool, tokens: int, sp
         torch.testing.assert_close(found[program.output_names.index(name)], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.moderate
 def test_a_cache_may_only_lie_in_pieces() -> None:
     """Breaks if a cache may lie whole, of which a slice would serve attention as well: it would not be smaller."""
     program, _ = _traced(_Attention(None, False).double(), 1, 2, more=pipeline.ANNOTATE)
@@ -95,6 +97,7 @@ def test_a_cache_may_only_lie_in_pieces() -> None:
         assert layouts == [(Shard(2),)]
 
 
+@pytest.mark.moderate
 def test_what_is_left_alone() -> None:
     """Breaks if pieces that do not divide a cache are cut, or a program with a backward is changed."""
     model = _Attention(None, False).double()

@@ -260,6 +260,7 @@ def test_a_stage_holds_what_it_says(name: str) -> None:
     assert cost.saved_bytes + cost.backward_working_bytes == pytest.approx(backward, rel=0.05, abs=4 * small)
 
 
+@pytest.mark.moderate
 def test_halves_hold_what_they_say() -> None:
     """Breaks if a half frees less, keeps more, or holds more meanwhile than the stage is charged for. The model has no
     operator that holds anything inside.
@@ -320,6 +321,7 @@ def test_memory_moves_the_cut() -> None:
 numbers = st.integers(0, 20)
 
 
+@pytest.mark.moderate
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     st.dictionaries(st.integers(1, 6), st.frozensets(st.integers(0, 1), min_size=1), max_size=5),

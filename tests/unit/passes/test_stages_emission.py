@@ -112,6 +112,7 @@ def test_held_parameters_are_gathered_once(strategy: str) -> None:
     assert not [e for part in ("forward", "backward") for e in events[part] if e.kind == "all_gather"]
 
 
+@pytest.mark.moderate
 def test_what_is_held_may_be_a_part() -> None:
     """Breaks if parameters that one axis gathers once, another for each use, are held whole, or gathered twice."""
     whole = uncut("llama", "dp=2,fsdp=2", "dp=zero2,fsdp=zero3")
@@ -254,6 +255,7 @@ def test_a_value_read_by_the_first_block_and_behind_the_last(cuts: list[int]) ->
     finish(whole.traced, whole.program, whole.strategies).worst()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_stage_computes_again_what_it_then_need_not_receive(halves: bool) -> None:
     """Breaks if a value that is computed again still travels, or carries its call into the backward."""
@@ -266,6 +268,7 @@ def test_a_stage_computes_again_what_it_then_need_not_receive(halves: bool) -> N
         piped.worst(run_stages(piped)[0])
 
 
+@pytest.mark.moderate
 def test_blocks_whose_parameters_have_other_names_are_no_loop() -> None:
     """Breaks if a loop makes up the names of its blocks' parameters where they are called otherwise."""
     program = of_small(Chain).program
@@ -290,6 +293,7 @@ def test_what_carries_gradients_is_not_computed_again(lacks: str) -> None:
         boundaries(changed, [0, 2, 4], [(), (1,), ()])
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("model", [Counted, Chain])
 @pytest.mark.parametrize("cuts", [[0, 3], [0, 1, 2, 5]])
 def test_every_stage_gives_the_buffers_that_it_changes(model: type[nn.Module], cuts: list[int]) -> None:
@@ -300,6 +304,7 @@ def test_every_stage_gives_the_buffers_that_it_changes(model: type[nn.Module], c
     assert set(result.updates) == {name for name, _ in piped.program.updates} and len(result.updates) > 10
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @pytest.mark.parametrize("halves", [False, True])
 def test_pieces_may_be_uneven(strategy: str, halves: bool) -> None:
@@ -340,11 +345,13 @@ def cut_small() -> list[str]:
     return [re.sub(r"^# =.*\n", "", block) for block in source.split("\n\n")]
 
 
+@pytest.mark.moderate
 def test_emit_middle_stage(golden: Golden) -> None:
     """Breaks if the text of a middle stage changes: what it unpacks, gathers, adds up and gives back."""
     golden("\n\n".join(block for block in cut_small() if re.match(r"def middle_(forward|backward)", block)))
 
 
+@pytest.mark.moderate
 def test_emit_stage_table(golden: Golden) -> None:
     """Breaks if the tables above the functions change: blocks, what is said to travel, the schedule."""
     golden(next(block for block in cut_small() if "STAGES = (" in block))
@@ -367,6 +374,7 @@ def test_halves_are_written_where_the_schedule_uses_them() -> None:
     assert "middle_backward_weight" not in functions(whole.cut([0, 1, 2, 5]).source)
 
 
+@pytest.mark.moderate
 def test_a_plan_for_inference_has_no_backward() -> None:
     """Breaks if stages without gradients are not written, or do not say why they have no backward."""
     model, batch = Skip().double().eval(), {name: torch.randn(8, 4, dtype=torch.float64) for name in ("x", "target")}

@@ -35,6 +35,7 @@ def planned(mesh: str, strategy: str, rows: int = ROWS, **options: object) -> au
     return autopar.plan(model, autopar.Mesh.parse(mesh, hardware="cpu"), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.moderate
 def test_every_tensor_counts_from_when_it_is_made() -> None:
     """Breaks if gradients count before they are there, or anything that lives at the fullest time is left out."""
     plan = planned("dp=1", "ddp", rows=1024)
@@ -45,6 +46,7 @@ def test_every_tensor_counts_from_when_it_is_made() -> None:
     assert plan.cost.memory.peak < plan.program.result.peak_bytes  # type: ignore[union-attr]
 
 
+@pytest.mark.moderate
 def test_the_update_is_part_of_the_step() -> None:
     """Breaks if a model whose activations are small is thought to need no more than its backward does."""
     plan = planned("dp=1", "ddp", rows=1)
@@ -52,6 +54,7 @@ def test_the_update_is_part_of_the_step() -> None:
     assert plan.cost.memory.peak == pytest.approx(4 * LAYERS * weight + 2 * weight, rel=0.01)
 
 
+@pytest.mark.moderate
 def test_gathered_and_reduced_tensors_count_while_they_travel() -> None:
     """Breaks if ZeRO-3 is predicted without the parameters and gradients that are under way."""
     weight = 4 * WIDE * WIDE
@@ -78,6 +81,7 @@ def test_a_plan_keeps_to_its_limit(strategy: str) -> None:
             assert "limit" in str(error)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_inference_keeps_to_its_limit_too(strategy: str) -> None:
     """Breaks if a forward alone is promised less memory than it takes: what the placement thought of it."""
@@ -90,6 +94,7 @@ def test_inference_keeps_to_its_limit_too(strategy: str) -> None:
         planned("dp=2", strategy, inference=True, memory_limit=0.3 * peak)
 
 
+@pytest.mark.moderate
 def test_inference_holds_two_values_between_layers() -> None:
     """Breaks if the forward's values are thought to live to its end, as the backward would need them."""
     plan = planned("dp=1", "ddp", rows=1024, inference=True)

@@ -59,6 +59,7 @@ def test_what_is_read_is_said_of_the_tensor(name: str) -> None:
     torch.testing.assert_close(gradients["linear.weight"], torch.autograd.grad(wanted, model.linear.weight)[0])
 
 
+@pytest.mark.moderate
 def test_windows_split_with_the_batch() -> None:
     """Breaks if a rank needs the rows of others for what lies within a row."""
     mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
@@ -67,6 +68,7 @@ def test_windows_split_with_the_batch() -> None:
     assert plan.verify().ok and not any("needs all rows" in note for note in plan.notes)
 
 
+@pytest.mark.moderate
 def test_what_lies_otherwise_is_refused() -> None:
     """Breaks if what is read depends on how a program's tensors happen to lie."""
     for model in (

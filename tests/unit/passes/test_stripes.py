@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ class Thirds(nn.Module):
         return (q * k + v).sum()
 
 
+@pytest.mark.moderate
 def test_stripes_go_back_to_the_weight() -> None:
     """Breaks if what is told of one operator is not told of the one before it (a backward would pass it on)."""
     request = Request(Thirds(), {"x": torch.randn(4, 8)}, MESH, resolve("auto", MESH), training=False)

@@ -122,6 +122,7 @@ def test_layers_are_split_by_rows(name: str) -> None:
     plan(*LAYERS[name]).verify().raise_on_failure()
 
 
+@pytest.mark.moderate
 def test_a_layer_whose_gradients_are_wrong_is_refused() -> None:
     """Breaks if torch's CrossMapLRN2d, whose gradient is not its result's, is traced or fails without a word."""
     with pytest.raises(AutoparError, match="LocalResponseNorm"):

@@ -78,6 +78,7 @@ def test_what_is_no_solve_stays(how: str) -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_dtype_without_a_solve_keeps_its_rows(dtype: torch.dtype) -> None:
     """Breaks if a program solves in a dtype for which torch has no triangular solve."""

@@ -92,6 +92,7 @@ def test_a_loop_that_may_end_early_runs_to_its_end() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_where_a_loop_does_end_early_outputs_are_nan() -> None:
     """Breaks if such a step gives other numbers than eager's without a sign."""
     model, batch = Decoder(3), {"x": torch.randn(8, 8)}
@@ -122,6 +123,7 @@ def test_a_mask_that_the_pixels_fill_takes_everything() -> None:
     assert not any("a mask takes everything" in note for note in plan.notes) and plan.verify().ok
 
 
+@pytest.mark.moderate
 def test_gradients_are_zero_where_outputs_are_nan() -> None:
     """Breaks if a batch that is unusual ruins the parameters."""
     images = torch.randn(8, 2, 8)
@@ -130,6 +132,7 @@ def test_gradients_are_zero_where_outputs_are_nan() -> None:
     assert model.linear.weight.grad is not None and not model.linear.weight.grad.any()
 
 
+@pytest.mark.moderate
 def test_what_labels_say_is_not_taken_for_granted() -> None:
     """Breaks if a mask that is another in every batch is taken to be full since the example's is."""
     plan = planned(Marked(), x=torch.randn(8, 16, 8), labels=torch.randint(8, (8, 16)))
@@ -178,6 +181,7 @@ class Rewrites(Padded):
         return super().forward(ids)
 
 
+@pytest.mark.moderate
 def test_what_is_asked_of_a_mask_changes_no_batch() -> None:
     """Breaks if what a model does to its input while its values are looked at is done to the example."""
     ids = torch.arange(64).reshape(4, 16) % 16
@@ -241,6 +245,7 @@ class Marker(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.moderate
 def test_one_row_that_is_put_where_a_mask_says() -> None:
     """Breaks if the gradient of such a row is of a size by value: then there is no program, or an error of torch's."""
     torch.manual_seed(0)
@@ -291,6 +296,7 @@ def test_what_is_written_where_a_mask_is_set_is_written_without_a_test(how: str)
         torch.testing.assert_close(ran(model, {"tokens": tokens}, {"tokens": other}), model(tokens=other))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", ["called", "else", "more"])
 def test_a_branch_that_does_more_than_write_is_guarded(how: str) -> None:
     """Breaks if what a branch does besides is done where eager does not."""
@@ -315,6 +321,7 @@ class Languages(nn.Module):
         return (new + y).square().mean()
 
 
+@pytest.mark.moderate
 def test_masks_that_are_known_read_and_write_everything() -> None:
     """Breaks if a mask that Python's own numbers set makes a size by value, or a guard of what cannot change."""
     torch.manual_seed(0)
@@ -324,6 +331,7 @@ def test_masks_that_are_known_read_and_write_everything() -> None:
     torch.testing.assert_close(ran(model, batch, batch), model(**batch))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", ["and", "or", "assert", "else"])
 def test_checks_pass_and_where_they_do_not_outputs_are_nan(how: str) -> None:
     """Breaks if a check is refused, or what eager raises for gives a number without a sign, or a sum that is not what
@@ -341,6 +349,7 @@ def test_checks_pass_and_where_they_do_not_outputs_are_nan(how: str) -> None:
     assert ran(model, batch, other).isnan()
 
 
+@pytest.mark.moderate
 def test_a_branch_without_a_raise_is_no_check() -> None:
     """Breaks if what a test decides is left out because a test is there."""
     x = torch.randn(8, 8)
@@ -377,6 +386,7 @@ def test_what_a_forward_makes_of_tokens_may_be_handed_in() -> None:
     assert entry.sharding == (Shard(1),)
 
 
+@pytest.mark.moderate
 def test_an_input_without_rows_stays_whole_and_says_so() -> None:
     """Breaks if weights of classes are refused because they do not divide, or a batch that does not divide is taken for
     such.

@@ -82,6 +82,7 @@ class Begins(nn.Module):
         return self.linear(x).square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("how", "name"), [("counts", "steps"), ("written in part", "centers")])
 def test_a_buffer_that_forward_changes_decides_nothing(how: str, name: str) -> None:
     """Breaks if a program of the first step is what every later one is refused for."""

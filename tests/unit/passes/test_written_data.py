@@ -44,6 +44,7 @@ def _buffer_is_changed(net: Net) -> None:
     net.center.data.mul_(0.9).add_(net.slow.bias.data, alpha=0.1)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", [_buffer_is_assigned, _buffer_is_changed])
 def test_a_buffer_whose_data_is_written_has_it(how: Callable[[Net], object]) -> None:
     """Breaks if what forward assigns to a buffer's data is lost, or ends the process."""
@@ -76,6 +77,7 @@ REFUSED: Mapping[Callable[[Net], object], str] = {
 }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", REFUSED)
 def test_a_parameter_whose_data_is_written_is_refused(how: Callable[[Net], object]) -> None:
     """Breaks if a momentum encoder that forward() moves (MoCo's) stays where it was, without a word."""
@@ -133,6 +135,7 @@ def _written_on(net: Net) -> None:
     net.center.add_(1)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("how", [_written_and_used, _written_on])
 def test_what_nobody_could_tell_is_allowed(how: Callable[[Net], object]) -> None:
     """Breaks if a value is not used, or a buffer not written, where only one of both is."""

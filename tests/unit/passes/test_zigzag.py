@@ -118,6 +118,7 @@ def test_what_leaves_the_program_is_not_zigzag() -> None:
         plan_of({"cp": 2}, {"cp": RING}, (pin("position", cp=Shard(0, 2, True)),))
 
 
+@pytest.mark.moderate
 def test_a_plan_file_keeps_it() -> None:
     """Breaks if a plan that was saved comes back with other shardings."""
     plan = plan_of({"cp": 2}, {"cp": RING}, pins(cp=ZIGZAG))
@@ -137,6 +138,7 @@ def differentiated() -> Program:
     return differentiate(outline(capture(Places(), batch_of(4))))
 
 
+@pytest.mark.moderate
 def test_only_axes_that_ask_for_it_are_offered_zigzag() -> None:
     """Breaks if plans of other strategies, or their search, change."""
     mesh = Mesh({"dp": 2, "cp": 2}, hardware="cpu")

@@ -126,6 +126,7 @@ def test_parts_that_overlap_do_not_need_each_other() -> None:
         schedules.from_csv("(0F0;1F0)OVERLAP_F_B,1B0,0B0", 1, 1)
 
 
+@pytest.mark.moderate
 @given(orders.admitted(most_ranks=4, most_microbatches=6), st.integers(0, 2**32), st.integers(1, 3), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_swapped_actions_run_to_the_end_or_are_refused(

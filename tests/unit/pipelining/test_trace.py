@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 
 from autopar.base.trace import Recorded
@@ -55,6 +56,7 @@ def check_format(events: list[dict]) -> None:
             assert any(a - 0.002 <= end["ts"] <= b + 0.002 for a, b in tracks[end["pid"], end["tid"]])
 
 
+@pytest.mark.moderate
 @given(orders.admitted(most_ranks=4, most_microbatches=6))
 @settings(max_examples=40, deadline=None)
 def test_a_simulated_step_beside_a_recorded_one(schedule: Schedule) -> None:

@@ -20,6 +20,7 @@ from tests.unit.passes.test_interleave import Alone, large, planned, program_of
 pytestmark = pytest.mark.unit
 
 
+@pytest.mark.moderate
 def test_what_may_be_hidden_of_an_exchange() -> None:
     """Breaks if an exchange is cheaper by more than it travels or than others compute, if what tells the numbers of
     rows counts as hidden, or if anything but an exchange is priced otherwise.
@@ -55,6 +56,7 @@ def test_what_is_hidden_is_no_more_than_was_thought() -> None:
     assert 0.5 * less < step_hidden_s(program) <= less * (1 + 1e-9)
 
 
+@pytest.mark.moderate
 def test_nothing_beside_an_exchange() -> None:
     """Breaks if an exchange beside which nothing can run is priced as if something did."""
     assert with_work_beside(program := program_of(planned(Alone().requires_grad_(False).eval()))) is program

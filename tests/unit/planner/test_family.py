@@ -198,6 +198,7 @@ class Scores(nn.Module):
         return {"loss": losses[self.kind](), "scores": scores}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "kind", ["mean", "sum", "counted", "smoothed", "flattened", "by places", "of logarithms", "masked"]
 )
@@ -218,6 +219,7 @@ def test_rows_that_have_no_part_in_a_loss(kind: str) -> None:
     assert (dict(alone.inputs), alone.outputs) == ({"x": (Grown(0, 3, 4),)}, (((0, 3),),))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "kind",
     ["masked otherwise", "by another label", "and a square", "shifted labels", "of all rows", "probabilities"],

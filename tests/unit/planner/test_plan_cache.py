@@ -22,6 +22,7 @@ def _plan(mesh: str, strategy: str) -> Plan:
     return autopar.plan(model, Mesh.parse(mesh, hardware="h100"), example_inputs=BATCH, strategy=strategy)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "zero3"), ("tp=2", "tensor"), ("dp=2,tp=2", "auto")])
 def test_a_plan_is_found_again(mesh: str, strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Breaks if what was decided is decided again, or another program comes of it."""
@@ -58,6 +59,7 @@ def test_entries_of_others_and_damaged_ones_are_left_out(
     assert _plan("dp=2", "zero3").from_cache, "it is written anew"
 
 
+@pytest.mark.moderate
 def test_the_folder_keeps_the_last_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Breaks if the folder grows without end, or if files of others in it are removed."""
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))

@@ -68,6 +68,7 @@ def test_one_point_of_a_small_image_is_no_maximum(mode: int, padding: int, is_al
     assert "max" not in text_of(aten.grid_sampler_3d.default, *make())
 
 
+@pytest.mark.moderate
 def test_a_diagonal_of_one_is_no_maximum() -> None:
     """Breaks if axes of 3 are not tried, or too few numbers are."""
     assert failures(aten.diagonal_copy.default, lambda: (numbers(3, 1),)) == []
@@ -124,6 +125,7 @@ def test_the_norm_of_one_number_is_not_linear() -> None:
     assert rule.linear == (frozenset({0}),)
 
 
+@pytest.mark.moderate
 def test_what_a_mask_takes_in_turn_is_not_split() -> None:
     """Breaks if masks of two are tried alone: they are often alike."""
 
@@ -250,6 +252,7 @@ def test_what_changes_from_call_to_call_has_no_rule() -> None:
     assert rule_of(FICKLE, numbers(4, 6)) is None
 
 
+@pytest.mark.moderate
 def test_other_sizes_that_do_not_go_together_are_left_out() -> None:
     """Breaks if an operator that reads what is not its own at other sizes counts as one that draws random numbers."""
     x = torch.view_as_complex(numbers(4, 6, 2))

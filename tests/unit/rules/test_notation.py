@@ -28,12 +28,14 @@ def rules(draw: st.DrawFn) -> Rule:
     return Rule(factors, operands, results, tuple(draw(groups)) if operands else ())
 
 
+@pytest.mark.moderate
 @given(rules())
 @settings(deadline=None)
 def test_text_with_sizes_parses_back(rule: Rule) -> None:
     assert parse_rule(format_rule(rule, with_sizes=True)) == rule
 
 
+@pytest.mark.moderate
 @given(rules())
 @settings(deadline=None)
 def test_text_without_sizes_parses_back_with_shapes(rule: Rule) -> None:

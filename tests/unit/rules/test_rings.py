@@ -99,6 +99,7 @@ WINDOWS = st.tuples(
 )  # fmt: skip
 
 
+@pytest.mark.moderate
 @given(
     st.integers(0, 12), st.integers(0, 8), st.integers(0, 12), st.integers(0, 8), WINDOWS,
 )  # fmt: skip

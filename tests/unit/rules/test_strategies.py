@@ -124,6 +124,7 @@ def test_starts_are_data() -> None:
     assert [starts.value((i, 0, j)) for i in range(2) for j in range(2)] == [[0], [12], [4], [8]]
 
 
+@pytest.mark.moderate
 @given(st.data())
 @settings(deadline=None)
 def test_shardings_are_valid_and_agree_with_local_shapes(data: st.DataObject) -> None:

@@ -40,6 +40,7 @@ def alike(axis: str = "dp") -> tuple[nn.Module, Alike, ProgramInterface]:
     return model, Alike(model, of, of.parameters), of
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("mesh", "strategy", "axes"),
     [
@@ -56,6 +57,7 @@ def test_what_is_summed_last_over_an_axis_is_alike_there(
     assert {entry.summed_over for entry in interface(mesh, strategy).parameters} == axes
 
 
+@pytest.mark.moderate
 def test_every_element_has_its_turn() -> None:
     """Breaks if some parameter, or some of its elements, is never looked at."""
     model, found, of = alike()
@@ -83,6 +85,7 @@ def frozen(mesh: dict[str, int], strategy: str | dict[str, str]) -> tuple[nn.Mod
     return model, from_text(to_text(plan)).interface
 
 
+@pytest.mark.moderate
 def test_frozen_weights_are_looked_at_in_every_forward_though_nothing_is_summed() -> None:
     """Breaks if a rank that edits what nobody trains is not told, or the frozen ones take the turns of the others."""
     model, of = frozen({"dp": 2}, "ddp")
@@ -96,6 +99,7 @@ def test_frozen_weights_are_looked_at_in_every_forward_though_nothing_is_summed(
     assert axis_of(of.parameters[0], of) == "dp" and not of.parameters[0].differentiable
 
 
+@pytest.mark.moderate
 def test_writes_into_what_nobody_else_has_are_counted() -> None:
     """Breaks if a rank may edit its own piece unseen, or an optimizer's step is taken for an edit."""
     model = Model()
@@ -121,6 +125,7 @@ def test_writes_into_what_nobody_else_has_are_counted() -> None:
     assert whole.taken() == ()
 
 
+@pytest.mark.moderate
 def test_a_forward_looks_at_few() -> None:
     """Breaks if the cost of a step grows with the number of parameters."""
     model, found, of = alike()
@@ -154,6 +159,7 @@ def test_what_another_program_sums_elsewhere_is_left_out() -> None:
     assert found.numbers(0) == [0] and found.values("dp", 0) == {}
 
 
+@pytest.mark.moderate
 def test_what_is_called_by_itself_is_left_out() -> None:
     """Breaks if a gradient that each rank computes for itself is taken for a sum that all got."""
     model, found, of = alike()

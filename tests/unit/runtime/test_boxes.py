@@ -61,6 +61,7 @@ def test_pieces_cover_a_tensor_once(case: tuple[tuple[int, ...], list[Box]]) -> 
         assert "piece" in why_not(boxes, shape)
 
 
+@pytest.mark.moderate
 @given(shapes, st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_range_of_elements_is_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:

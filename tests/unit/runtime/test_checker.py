@@ -139,6 +139,7 @@ def test_wrong_edits_of_a_generated_program(model: str, pattern: str, replacemen
     assert "value:" not in str(found.value) and "relay:" not in str(found.value)
 
 
+@pytest.mark.moderate
 def test_an_error_names_line_operands_and_types() -> None:
     """Breaks when one who edited a program does not see which line is wrong, or why."""
     plan = planned("llama")
@@ -159,6 +160,7 @@ def test_what_changes_nothing_passes() -> None:
     check_types("\n".join(line.partition("  #")[0] for line in text.splitlines()), plan.interface)
 
 
+@pytest.mark.moderate
 def test_a_fault_in_lowering_is_found_when_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks when a plan is given out whose program the checker refuses, or AUTOPAR_CHECK=0 does not let it out."""
     moved = PhaseBuilder._move
@@ -175,6 +177,7 @@ def test_a_fault_in_lowering_is_found_when_a_plan_is_made(monkeypatch: pytest.Mo
     autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="tensor")
 
 
+@pytest.mark.moderate
 def test_the_command_line(tmp_path: Path) -> None:
     """Breaks when an edited file cannot be checked by itself, or its faults end without an exit code."""
     plan, program, file = planned("llama"), tmp_path / "program.py", tmp_path / "plan.json"
@@ -273,6 +276,7 @@ def test_offsets_are_kept_as_expressions() -> None:
             eval(text, {"dp": dp, "tp": tp})
 
 
+@pytest.mark.moderate
 def test_typing_needs_no_seed_of_torch() -> None:
     """Breaks when checking a program draws from the process's random numbers."""
     state = torch.random.get_rng_state()
@@ -338,6 +342,7 @@ class Scaled(torch.nn.Module):
         return {"loss": scaled.flatten(1).sum(1).square().sum()}
 
 
+@pytest.mark.moderate
 def test_what_repeats_itself_lies_in_stripes_that_nothing_was_met_in() -> None:
     """Breaks if pieces of a gradient that is alike along channels that were laid together are refused, since no
     statement before it has anything in as many stripes; or if they are then taken for other pieces.

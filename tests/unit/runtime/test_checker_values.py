@@ -106,6 +106,7 @@ def test_a_plan_s_file_keeps_what_is_meant(name: str, tmp_path: Path) -> None:
     again.check()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"shape": (8, 16, 256)}, r"\(8, 16, 256\)"), ({"differentiable": True}, "a gradient is handed in")],
@@ -129,6 +130,7 @@ def test_plans_that_cannot_be_compared() -> None:
         check_types(text, replace(plan.interface, meaning=meaning))
 
 
+@pytest.mark.moderate
 def test_another_program_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks when there is no way to run what computes something else on purpose."""
     plan, program, file = planned("llama"), tmp_path / "program.py", tmp_path / "plan.json"

@@ -23,6 +23,7 @@ placements = st.sampled_from(
 shardings = st.tuples(placements, placements)
 
 
+@pytest.mark.moderate
 @settings(max_examples=60, deadline=None)
 @given(source=shardings, target=shardings)
 def test_redistribution_moves_every_element_to_its_place(source: Sharding, target: Sharding) -> None:

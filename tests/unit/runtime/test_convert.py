@@ -99,6 +99,7 @@ def test_boxes(tmp_path: Path) -> None:
                 assert torch.equal(found.weights["a.weight"].read(box), WEIGHTS["a.weight"][box.slices()])
 
 
+@pytest.mark.moderate
 def test_a_run_that_began_elsewhere(tmp_path: Path) -> None:
     """Breaks if what was converted from HuggingFace's or torch's folders is not loaded into a compiled model, by any of
     a tied weight's names.
@@ -114,6 +115,7 @@ def test_a_run_that_began_elsewhere(tmp_path: Path) -> None:
     assert same({name: each for name, each in plain.state_dict().items() if name != "first.weight"}, whole)
 
 
+@pytest.mark.moderate
 def test_torch_finds_a_prefix(tmp_path: Path) -> None:
     """Breaks if a script that saves {"model": …} cannot load what was made of our checkpoint."""
     run = Run()

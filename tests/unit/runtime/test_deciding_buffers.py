@@ -29,6 +29,7 @@ class Masked(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("has_example", [False, True])
 def test_they_are_the_models_and_what_they_decide_is_looked_at_in_each_step(has_example: bool) -> None:
     """Breaks if such a model is refused because the copy that is traced has no values, if another model's are taken, or

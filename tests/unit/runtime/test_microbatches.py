@@ -57,6 +57,7 @@ def test_parameters_move_once_a_step() -> None:
         assert sum(event.bytes_sent for event in result.events[0] if event.shape) == 2 * size_bytes / 2
 
 
+@pytest.mark.moderate
 @settings(max_examples=80, deadline=None)
 @given(
     num=st.integers(1, 4),

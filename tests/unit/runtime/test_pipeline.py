@@ -119,6 +119,7 @@ def test_forwards_alone(name: str) -> None:
     torch.testing.assert_close(result.updates["seen"], model.seen)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("name", "ranks", "num", "dp", "zero"), RUNS[:8])
 def test_a_dry_run_foresees_every_message(name: str, ranks: int, num: int, dp: int, zero: bool) -> None:
     """Breaks when the check before the first step looks at other messages than the step sends."""

@@ -132,6 +132,7 @@ def test_blocks_of_all_experts_are_read(tmp_path: Path) -> None:
                     assert torch.equal(blocks.part(part, box), all_of_it[box.slices()])
 
 
+@pytest.mark.moderate
 def test_experts_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
     """Breaks if shapes or cuts that do not fit are filled all the same."""
     in_blocks(tmp_path)

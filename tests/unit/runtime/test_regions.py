@@ -42,6 +42,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, fail: Callable[[Tensor], object]) 
     return function
 
 
+@pytest.mark.moderate
 def test_other_strides_than_compiled_for_run_uncompiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +101,7 @@ def layer_forward(comm, p, x, indices, weights):
 """
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_exchanges_stand_between_compiled_pieces(ranks: int) -> None:
     """Breaks if a compiled region cannot call an exchange, or what is on its way does not get through to who waits."""

@@ -282,6 +282,7 @@ def test_two_inputs_of_one_memory_are_left_to_the_text() -> None:
     assert not written_down(run, COMM, {}, _two())[1].why
 
 
+@pytest.mark.moderate
 def test_what_lies_between_sends_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
     """Breaks if a part between two sends gives other numbers once it is compiled, if layers that are alike are compiled
     one by one, if caches are copied, or if something is not sent.

@@ -52,6 +52,7 @@ def test_a_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert other.rates.state_dict() == run.rates.state_dict()
 
 
+@pytest.mark.moderate
 def test_other_libraries_read_the_weights(tmp_path: Path) -> None:
     """Breaks if files are no safetensors, or tensors have other names than the model gives them."""
     run = Run()
@@ -62,6 +63,7 @@ def test_other_libraries_read_the_weights(tmp_path: Path) -> None:
     assert names == {name for name in Net().state_dict() if name != "last.weight"}
 
 
+@pytest.mark.moderate
 def test_the_plan_lies_beside_and_is_not_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Breaks if the plan in a step is not the one that ran, a damaged one is not told, or a load depends on it."""
     run = Run()
@@ -97,6 +99,7 @@ def test_a_model_on_meta_and_one_without_a_plan(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.moderate
 def test_older_steps_are_kept_and_a_step_is_never_overwritten(tmp_path: Path) -> None:
     """Breaks if a save removes what it should keep, or the same step's before the new one is there."""
     run = Run()
@@ -112,6 +115,7 @@ def test_older_steps_are_kept_and_a_step_is_never_overwritten(tmp_path: Path) ->
         run.load(tmp_path, step=9)
 
 
+@pytest.mark.moderate
 def test_a_save_that_fails_leaves_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if half a step is left under a step's name, or the last whole one is touched."""
     run = Run()

@@ -61,6 +61,7 @@ def test_a_run_that_begins_anew_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert steps(tmp_path / "run") == [900, 901]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_disk_that_is_full(wait: bool, tmp_path: Path) -> None:
     """Breaks if the kernel's refusal of a write costs the step before, or is not told by its name."""
@@ -80,6 +81,7 @@ def test_a_disk_that_is_full(wait: bool, tmp_path: Path) -> None:
     assert run.save(tmp_path, 2).exists() and run.load(tmp_path).step == 2
 
 
+@pytest.mark.moderate
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's rights are tried as root alone")
 def test_rights_that_are_lost() -> None:
     """Breaks if a folder that may no longer be written, or a step that may not be read, ends in anything but an error
@@ -111,6 +113,7 @@ def test_rights_that_are_lost() -> None:
         shutil.rmtree(place)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EXDEV])
 def test_a_rename_that_fails(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a step whose name a network disk refuses is taken for saved, or what was written stays behind."""
@@ -129,6 +132,7 @@ def test_a_rename_that_fails(number: int, tmp_path: Path, monkeypatch: pytest.Mo
     assert run.save(tmp_path, 2).exists()
 
 
+@pytest.mark.moderate
 def test_a_rename_that_is_done_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a step that has its name, but whose folder's sync failed, is another run's at the next save."""
     run, sync = Run(), folders.sync_folder

@@ -70,6 +70,7 @@ def test_one_save_at_a_time(tmp_path: Path, slow_disk: threading.Event) -> None:
     assert all(torch.equal(value.full_tensor(), whole[name]) for name, value in run.model.named_parameters())
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("next_one", ["save", "load", "wait"])
 def test_what_failed_meanwhile_is_told_once(
     next_one: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -128,6 +129,7 @@ def test_ranks_that_leave_nothing_are_told(tmp_path: Path, monkeypatch: pytest.M
     assert not folders.steps_in(tmp_path) and not list(tmp_path.glob(".new*"))
 
 
+@pytest.mark.moderate
 def test_memory_of_the_copy_is_there_before_the_first_save(tmp_path: Path) -> None:
     """Breaks if the first save gets its memory itself, for which training stands still."""
     run = Run()

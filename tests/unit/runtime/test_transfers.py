@@ -99,6 +99,7 @@ def test_a_scalar_travels(alone: bool) -> None:
     SimulatedMesh(("a",), (2,)).run(work)
 
 
+@pytest.mark.moderate
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 11), num=st.integers(2, 5), dim=st.integers(0, 1), more=st.booleans())
 def test_pieces_that_do_not_divide_travel_padded(size: int, num: int, dim: int, more: bool) -> None:

@@ -98,6 +98,7 @@ def test_positions_and_starts_are_the_definition(case: tuple[int, Ways]) -> None
     assert len(counts) == 1, "ranks with different numbers of runs would run different programs"
 
 
+@pytest.mark.moderate
 @FEW
 @given(splits(), st.integers(0, 2))
 def test_slices_are_what_positions_say_and_gathers_undo_them(case: tuple[int, Ways], dim: int) -> None:
@@ -125,6 +126,7 @@ def test_slices_are_what_positions_say_and_gathers_undo_them(case: tuple[int, Wa
         assert back.is_contiguous()
 
 
+@pytest.mark.moderate
 @FEW
 @given(splits(1), splits(1), st.permutations([0, 1, 2]))
 def test_terms_and_pieces_travel_to_where_they_belong(

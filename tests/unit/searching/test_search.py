@@ -312,6 +312,7 @@ def test_nothing_fits() -> None:
         autopar.search(loaded.model, "h100x2", example_inputs=loaded.batch, memory_limit=1e3)
 
 
+@pytest.mark.moderate
 def test_times_are_drawn(tmp_path: Path) -> None:
     rows = [("one", {"capture": 1.0, "place": 2.0}), ("two", {"capture": 1.5, "tiny": 0.001})]
     assert draw_times(rows, tmp_path / "times.png").stat().st_size > 5_000

@@ -66,6 +66,7 @@ def test_what_is_long_is_solved_as_well(problem: AssignmentProblem) -> None:
     assert solution.cost == pytest.approx(best) or (solution.status == "infeasible" and best == np.inf)
 
 
+@pytest.mark.moderate
 def test_a_long_graph_becomes_as_small() -> None:
     """Breaks if the rounds of presolving differ between the two."""
     problem = layered(5, num_nodes=60)

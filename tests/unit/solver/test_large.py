@@ -192,6 +192,7 @@ for seed in range(8):
 """
 
 
+@pytest.mark.moderate
 def test_without_numba_the_numbers_are_the_same() -> None:
     """Breaks if the loops need a compiler to run."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=120)

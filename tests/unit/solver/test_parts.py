@@ -65,6 +65,7 @@ def test_bounds_and_reduced_costs_hold(problem: AssignmentProblem, seed: int, sw
             assert bound + more <= best + 1e-9
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.integers(0, 99))
 def test_presolve_keeps_the_priced_optimum(problem: AssignmentProblem, seed: int) -> None:

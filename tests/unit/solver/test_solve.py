@@ -56,6 +56,7 @@ def test_what_fits_is_seen_at_the_points_of_its_search() -> None:
     assert lengths[0][0] == 0 < lengths[2][0]
 
 
+@pytest.mark.moderate
 @EXACT
 @given(problems)
 def test_optimum_without_limit(problem: AssignmentProblem) -> None:
@@ -91,6 +92,7 @@ def test_optimum_of_knots(problem: AssignmentProblem, room: float | None) -> Non
     assert_optimal(problem)
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems)
 def test_minimum_peak(problem: AssignmentProblem) -> None:
@@ -213,6 +215,7 @@ def test_gap_is_closed_under_a_binding_limit(seed: int, tightness: float) -> Non
     assert solution.memory_price > 0
 
 
+@pytest.mark.moderate
 def test_same_problem_same_answer() -> None:
     """Breaks if anything depends on hashing, timing or global random state."""
     problem = replace(layered(4), usage_limit=8e9)

@@ -66,6 +66,7 @@ def test_sizes_are_those_of_the_tables() -> None:
         assert factor.cells == np.prod([int(classes.max()) + 1 for classes in factor.classes.values()])
 
 
+@pytest.mark.moderate
 @SOME
 @given(st.one_of(dense_problems, knots), st.sampled_from([1, 7, 131_072]), st.sampled_from([2, 65_536]))
 def test_tables_have_the_least_cost(problem: AssignmentProblem, block: int, single: int) -> None:
@@ -109,6 +110,7 @@ def consistent(problem: AssignmentProblem) -> Graph | None:
     return graph
 
 
+@pytest.mark.moderate
 @SOME
 @given(dense_problems, st.integers(0, 99))
 def test_dominated_choices_are_not_needed_at_any_price(problem: AssignmentProblem, seed: int) -> None:
@@ -148,6 +150,7 @@ def test_equal_rows_and_columns_become_one() -> None:
     np.testing.assert_array_equal(joined.costs[np.ix_(joined.u_class, joined.v_class)], matrix)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("way", ["tables first", "loops, tables once"])
 @SOME
 @given(problem=dense_problems)
@@ -173,6 +176,7 @@ def test_untangling_keeps_the_optimum_without_limit(way: str, problem: Assignmen
     assert found == [] if best == np.inf else found == [pytest.approx(best)]
 
 
+@pytest.mark.moderate
 def test_tables_are_planned_when_messages_have_left_a_gap() -> None:
     """Breaks if graphs for compiled loops, whose tables are not planned at once, get none when they are asked for."""
     problem = layered(0, num_nodes=100, num_choices=8, skips=0.9)
@@ -208,6 +212,7 @@ def test_all_ways_find_the_optimum(way: str, problem: AssignmentProblem, room: i
         assert problem.fits(solution.choice)
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("seed", range(3))
 def test_ways_agree_on_what_is_too_large_for_brute_force(seed: int) -> None:
     """Breaks if tables and messages, with the integer program, disagree on a layered problem of a hundred nodes."""

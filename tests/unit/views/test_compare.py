@@ -80,12 +80,14 @@ def test_diff_on_the_command_line(zero: Plan, copies: Plan, tmp_path: Path) -> N
     assert CliRunner().invoke(app, ["diff", paths[0], str(tmp_path / "none.json")]).exit_code == 2
 
 
+@pytest.mark.moderate
 def test_less_memory_than_anything_takes(zero: Plan) -> None:
     """Breaks if a limit that nothing satisfies is not an answer, or its reason is lost."""
     found = with_memory(replace(zero, memory_limit_bytes=100_000), 0.01)
     assert found.plan is None and found.why and "nothing fits" in found.answer(replace(zero, memory_limit_bytes=1e5))
 
 
+@pytest.mark.moderate
 def test_more_memory_buys_nothing_where_it_does_not_bind(zero: Plan) -> None:
     """Breaks if the plan made again differs though its limit did not bind."""
     found = with_memory(zero, 1.2)

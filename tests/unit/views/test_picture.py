@@ -121,6 +121,7 @@ def test_axes_colour_what_they_split(llama: Plan) -> None:
                 assert f' color="{found[1]}"' in attributes
 
 
+@pytest.mark.moderate
 def test_stages_are_lanes_with_what_they_send() -> None:
     """Breaks if a stage or a send of a pipeline is missing, or says other bytes than the stages' costs."""
     plan = make_plan("mlp", "pp=2,dp=2", strategy={"pp": "pipeline(1f1b)", "dp": "zero2"}, microbatches=4)
@@ -174,6 +175,7 @@ def test_an_overview_has_no_more_than_sixty_boxes(name: str) -> None:
         assert 8 <= len(boxes) <= 60, f"{phase}: {len(boxes)}"
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("format", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
 def test_it_is_drawn_without_graphviz(
     mlp: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, magic: bytes

@@ -163,6 +163,7 @@ def test_edges_say_the_sums_of_the_plan(llama: Plan) -> None:
     assert len(planned) >= 6 and dict(drawn) == pytest.approx(dict(planned))
 
 
+@pytest.mark.moderate
 def test_the_legend_explains_what_is_shown_and_nothing_else(mlp: Plan, llama: Plan) -> None:
     """Breaks if the legend lacks a sign of the picture, or explains one that it has not."""
 

@@ -38,6 +38,7 @@ def test_a_saved_plan_is_reported_with_explanations(saved: Path, tmp_path: Path)
     assert "http://" not in text.replace("http://www.w3.org/", "") and "src=" not in text
 
 
+@pytest.mark.moderate
 def test_nothing_is_solved_where_nothing_is_asked(saved: Path, tmp_path: Path) -> None:
     """Breaks if a report without explanations still traces the model, or compares with the wrong plan."""
     plan = Plan.load(saved)
@@ -63,6 +64,7 @@ def test_pictures_from_a_file(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "plan.pdf").read_bytes()[:4] == b"%PDF"
 
 
+@pytest.mark.moderate
 def test_text_trace_and_holdings_from_a_file(saved: Path, tmp_path: Path) -> None:
     """Breaks if a command on a saved plan prints or writes something else than the plan's methods give."""
     plan = Plan.load(saved)
@@ -83,6 +85,7 @@ def test_a_plan_of_an_older_version(saved: Path, tmp_path: Path) -> None:
             act(tmp_path / "x.svg")
 
 
+@pytest.mark.moderate
 def test_a_folder_that_is_not_there(saved: Path, tmp_path: Path) -> None:
     """Breaks if a path that cannot be written ends in a traceback."""
     assert "cannot write" in output("report", saved, tmp_path / "no" / "x.html", "--explain-seconds", 0, code=1)

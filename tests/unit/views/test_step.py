@@ -123,6 +123,7 @@ def test_the_fullest_time_is_the_plans_peak(case: str) -> None:
     assert {len(values) for values in curve.series.values()} == {len(curve.times_s)}
 
 
+@pytest.mark.moderate
 def test_activations_grow_forward_and_shrink_backward() -> None:
     (curve,) = views_of(planned("ddp")).memory
     held = curve.series["activations"]

@@ -69,6 +69,7 @@ def test_what_overlaps_lies_on_tracks_of_its_own() -> None:
     assert counters[2:] == [{"bytes": 6.0}, {"activations": 2.0, "parameters": 4.0}]
 
 
+@pytest.mark.moderate
 def test_a_plan_of_an_older_version_says_so(tmp_path: Path) -> None:
     plan = replace(planned("zero3"), views=None)
     loaded = autopar.Plan.from_json(plan.to_json())
