@@ -45,21 +45,27 @@ class Engine(Protocol):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """One forward."""
+        ...
 
     def run_over(self, cache: Any, kwargs: dict[str, Any], /) -> Any:
         """One forward of a script that goes on with a cache."""
+        ...
 
     def new_cache(self, batch: int, length: int, encoded: Tensor | None, /) -> Any:
         """An empty cache. encoded: what an encoder gave."""
+        ...
 
     def whole_length(self, length: int, /) -> int:
         """The least length of a cache from `length` on that may be cut."""
+        ...
 
     def gives_cache(self) -> bool:
         """Whether the model gives a cache that it is not handed, where its configuration says so."""
+        ...
 
     def is_driven(self) -> bool:
         """Whether `generate()` or `serve()` calls, which hand over all that a program takes."""
+        ...
 
 
 def with_caches(original: type) -> Callable[[Any, Engine, tuple[Any, ...], dict[str, Any]], Any] | None:
