@@ -31,4 +31,4 @@ def test_loops_have_the_logits_of_one_process(name: str, strategy: Any, axis: st
     for found in launch(by_hand.loops, 2, name, strategy, axis, timeout_s=240.0):
         assert found.keys() == want.keys()
         for case, logits in want.items():
-            assert torch.allclose(torch.tensor(found[case]), torch.tensor(logits), rtol=0, atol=1e-6), case
+            assert torch.allclose(torch.tensor(found[case]), torch.tensor(logits), rtol=0, atol=1e-9), case

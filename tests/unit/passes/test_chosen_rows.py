@@ -140,6 +140,17 @@ def _ran(model: nn.Module, program: Program, batch: dict[str, Tensor]) -> tuple[
     return found, gradients
 
 
+def assert_serves(model: nn.Module, program: Program, batch: dict[str, Tensor]) -> None:
+    """The program gives what the model gives on a batch, and its gradients."""
+    found, gradients = _ran(model, program, batch)
+    wanted = model(**batch)
+    torch.testing.assert_close(found, wanted)
+    named = dict(model.named_parameters())
+    for parameter, gradient in zip(named, torch.autograd.grad(wanted, list(named.values()), allow_unused=True)):
+        assert gradient is not None or not gradients[parameter].any()
+        torch.testing.assert_close(gradients[parameter], gradient) if gradient is not None else None
+
+
 @pytest.mark.moderate
 @pytest.mark.parametrize("name", HOW)
 def test_the_program_for_one_batch_serves_others(name: str) -> None:
@@ -148,13 +159,7 @@ def test_the_program_for_one_batch_serves_others(name: str) -> None:
     program = capture(model, _batch(0.5))
     for share in (0.1, 0.5, 1.0):
         batch = _batch(share, seed=1)
-        found, gradients = _ran(model, program, batch)
-        wanted = model(**batch)
-        torch.testing.assert_close(found, wanted)
-        named = dict(model.named_parameters())
-        for parameter, gradient in zip(named, torch.autograd.grad(wanted, list(named.values()), allow_unused=True)):
-            assert gradient is not None or not gradients[parameter].any()
-            torch.testing.assert_close(gradients[parameter], gradient) if gradient is not None else None
+        assert_serves(model, program, batch)
 
 
 @pytest.mark.slow
