@@ -1,13 +1,11 @@
-"""All that is particular to HuggingFace, and the only file that imports transformers (late: it is an extra).
+"""What of HuggingFace a plan goes through: configurations, models on meta, twins, refusals.
 
 Works with transformers 5.17 to 5.23.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from torch import nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import configuration, masks, packing, stages
+from autopar.base.huggingface.library import library, quiet
 from autopar.base.huggingface.tiny import trimmed, twin
 
 
@@ -108,7 +107,7 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
     Raises AutoparError when transformers is missing, the id is not on disk, or the architecture is unknown; for a
     configuration that makes no model, or whose numbers are beyond all bounds (`configuration.check`).
     """
-    transformers = _import()
+    transformers = library()
     with quiet(), refusals():
         made = _read_config(transformers, config)
         model_class = _model_class(transformers, made)
@@ -213,34 +212,6 @@ def _set_dropout(config: Any, probability: float) -> None:
         named = "dropout" in key or key.endswith("pdrop")
         if named and isinstance(value, int | float) and not isinstance(value, bool):
             setattr(config, key, probability)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Errors only from transformers for the duration, of what this thread does."""
-    thread = threading.get_ident()
-
-    def is_heard(record: logging.LogRecord) -> bool:
-        return record.thread != thread or record.levelno >= logging.ERROR
-
-    handlers = list(_import().logging.get_logger().handlers)
-    for handler in handlers:
-        handler.addFilter(is_heard)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(is_heard)
-
-
-def _import() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise AutoparError(
-            "This model needs transformers, which is not installed", remedy="pip install 'autopar[hf]'"
-        ) from error
-    return transformers
 
 
 def max_token(model: nn.Module) -> int:

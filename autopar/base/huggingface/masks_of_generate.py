@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.base.huggingface.caches import NAMES, called_without_data, name_of
+from autopar.base.huggingface.library import quiet
 from autopar.base.huggingface.masks import SPELLED_OUT, TOKENS
 from autopar.base.huggingface.tiny import shrunk
 
@@ -152,7 +153,7 @@ def _reads_rows(model: type, config: Any) -> bool:
     length = 4
     failures = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
     try:
-        with torch.device("meta"):
+        with quiet(), torch.device("meta"):
             small: Any = model(shrunk(config, length)).eval()
     except Exception:  # whatever a configuration says of sizes that it does not take
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging.handlers
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,21 @@ def test_masks_are_spelled_out_where_a_cache_asks_for_them() -> None:
     assert create(**given_now) is None
     setattr(cache, SPELLED_OUT, True)
     assert create(**given_now)[0, 0].long().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+
+
+def test_nothing_is_said_of_models_that_are_asked_for_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a small model that is not the caller's shows its configuration in the caller's log."""
+    import transformers
+
+    from autopar.base.huggingface.masks_of_generate import spelled_out
+
+    logger, model = transformers.logging.get_logger(), _model()
+    create: Any = functools.partial(spelled_out(type(model)), model)
+    heard = logging.handlers.BufferingHandler(100)
+    monkeypatch.setattr(logger, "handlers", [heard])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    create(config=model.config, inputs_embeds=torch.empty(1, 3, 0), attention_mask=None, past_key_values=None)
+    assert not heard.buffer
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
