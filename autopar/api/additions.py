@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import lengths as padded_lengths
-from autopar.api.added_rows import pieces_of, rows_added, rows_of
+from autopar.api.added_rows import rows_added, rows_of
 from autopar.api.lengths import Padding
 from autopar.api.small_model import twin_of
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches
 from autopar.base.torch_compat import tracing
-from autopar.ir.interface import ProgramInterface
 from autopar.planner.inputs import family_key, modes_key, shapes_key
 from autopar.runtime.added import Added
 
@@ -47,14 +46,11 @@ class Additions:
         self._twins: dict[object, nn.Module] = {}
         self._said: set[str] = set()
 
-    def rows(
-        self, inputs: Mapping[str, Any], interface: ProgramInterface | None, told: Told, *, training: bool
-    ) -> Added | None:
+    def rows(self, inputs: Mapping[str, Any], pieces: int, told: Told, *, training: bool) -> Added | None:
         """Rows that a batch gets for the axes to divide it, where they leave no trace; the same on every rank.
 
-        interface: of the first plan.
+        pieces: that rows are cut in.
         """
-        pieces = 1 if interface is None else pieces_of(interface)
         rows = rows_of(inputs)
         if not rows or rows % pieces == 0:
             return None

@@ -29,6 +29,7 @@ from autopar.api.plan import Plan
 from autopar.api.planning import plan as make_fresh_plan
 from autopar.api.planning import written
 from autopar.api.stored import pins_for, pins_of, states_of
+from autopar.api.whole_rows import WholeRows
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import packing
@@ -196,6 +197,7 @@ class _Planner:
         self.loss = None if loss is None else Watched(loss)
         self.blueprint, self.mesh, self.options, self.given, self.program = blueprint, mesh, options, plan, program
         self.ways = ways_for(plan, options["strategy"], mesh)
+        self.whole = WholeRows.of(plan, options["strategy"], mesh, options["microbatches"])
         self.model: Any = None
         self.first: Plan | None = None
         self.latest: Plan | None = None
@@ -250,8 +252,8 @@ class _Planner:
         if self.first is None and (longest := self._additions.longest(inputs, found)) is not None:
             self._prepared(longest, differentiate)  # whose placement, held against the memory limit, serves all
         batch = inputs if found is None else Added(found.inputs, ()).pad_tree(inputs)
-        interface = None if self.first is None else self.first.interface
-        rows = self._additions.rows(batch, interface, self._told, training=differentiate)
+        pieces = self.whole.pieces_by(None if self.first is None else self.first.interface)
+        rows = self._additions.rows(batch, pieces, self._told, training=differentiate)
         executable = self._prepared(batch if rows is None else rows.pad_tree(batch), differentiate)
         return executable if found is None and rows is None else self._with(executable, found, rows)
 
@@ -346,7 +348,7 @@ class _Planner:
             self._latest_constants = constants
             self._kept(plan, (*shapes_key(self.blueprint, batch), False), batch)
             if dist.get_rank() == 0 and self.options["passes"] is None:
-                self._families[family_key(self.blueprint, batch), False] = Family.of(plan)
+                self._families[self._family_of(batch, False)] = Family.of(plan)
         self.generation = GenerationPlan(generation, agreed[0][0], agreed[1][0])
 
     def _check_values(self, kind: tuple[Any, ...]) -> None:
@@ -399,8 +401,11 @@ class _Planner:
         self._latest_constants = constants
         return plan
 
+    def _family_of(self, inputs: Mapping[str, Any], differentiate: bool) -> object:
+        return family_key(self.blueprint, inputs), differentiate, self.whole.left(inputs)
+
     def _plan(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
-        key = (family_key(self.blueprint, inputs), differentiate)
+        key = self._family_of(inputs, differentiate)
         family = self._families.get(key)
         if family is not None and roots is not None and not set(roots) <= set(family.solved[0].roots or ()):
             family = None
@@ -446,6 +451,8 @@ class _Planner:
                 )  # fmt: skip
             options["constraints"] = [*pins_of(self.first.interface), *pins_for(self._states, inputs)]
             options["strategy"] = same_stages(self.first, options["strategy"])
+        options["constraints"] = [*options["constraints"], *self.whole.pins(inputs)]
+        self.whole.tell(inputs)
         if self.given is not None and self.first is None:
             plan = replan(self.given, self.blueprint, inputs, self.mesh)
         else:

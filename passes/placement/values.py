@@ -147,10 +147,19 @@ class ValueClasses(Parts):
         shapes = [port.type.shape for port in self.program.inputs]
         rows = {shape[0] for shape in shapes if shape and shape[0] and not shape[0] % self._ways_of_the_batch()}
         if not rows:
-            raise self._batch_error(name, type_, axis)
+            if not self._may_be_whole(name, axis):
+                raise self._batch_error(name, type_, axis)
+            return [layout for layout in layouts if isinstance(layout[axis], Replicate)]
         dims = [dim for dim, size in enumerate(type_.shape) if size in rows]
         along = [layout for layout in layouts if any(layout[axis] == Shard(dim) for dim in dims)]
         return along or [layout for layout in layouts if isinstance(layout[axis], Replicate)]
+
+    def _may_be_whole(self, name: str, axis: int) -> bool:
+        """Whether an input's rows, which an axis does not divide, are taken whole: of what only infers (one prompt on
+        many ranks), and where a pin says so.
+        """
+        pinned = dict(pair for pin in self.pins.of(name) for pair in pin.placements)
+        return not self.program.training or isinstance(pinned.get(self.mesh.axis_names[axis]), Replicate)
 
     def _ways_of_the_batch(self) -> int:
         """In how many pieces strategies cut it."""

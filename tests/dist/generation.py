@@ -82,6 +82,18 @@ def on_two_ranks(name: str, strategy: str) -> dict[str, list[list[int]]]:
     return generated(compiled, prompt)
 
 
+def of_odd_prompts(name: str, strategy: str | None) -> list[Any]:
+    """The tokens of three prompts, of one, and of two; beams. strategy: None: on one process."""
+    model, prompt = model_and_prompt(name)
+    if strategy is not None:
+        model = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), strategy=strategy)
+    found = []
+    for rows, beams in ((3, 1), (1, 1), (1, 3), (2, 1)):
+        own = {key: value[:rows] for key, value in prompt.items()}
+        found.append(model.generate(**own, max_new_tokens=4, num_beams=beams, pad_token_id=0).tolist())
+    return found
+
+
 def on_stages(name: str, sizes: dict[str, int], strategy: Any) -> dict[str, list[list[int]]]:
     """On a mesh with a pipeline; every rank has the tokens."""
     model, prompt = model_and_prompt(name)

@@ -38,6 +38,16 @@ def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str
 
 @pytest.mark.sampled(2)
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), [("qwen2", "zero3"), ("mamba", "ddp"), ("bart", "zero3")])
+def test_prompts_that_the_ranks_do_not_divide(name: str, strategy: str) -> None:
+    """Breaks if one prompt has to be as many as there are ranks, or a rank reads another's rows."""
+    want = generation.of_odd_prompts(name, None)
+    for found in launch(generation.of_odd_prompts, 2, name, strategy, timeout_s=240.0):
+        assert found == want
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "ddp", "auto", "split_kv"])
 def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
     """Breaks if a shorter call gets programs of its own, if the phases lie otherwise than they were planned, or if a

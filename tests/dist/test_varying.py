@@ -49,10 +49,28 @@ def test_fifty_lengths_are_solved_for_once() -> None:
         assert ours == pytest.approx(eager, rel=1e-9)
 
 
-def test_rows_that_would_count_are_not_added() -> None:
-    """Breaks if rows are added to a batch whose loss is a mean over all of them."""
-    for text in launch(varying.refused, 2):
-        assert "multiple of 2" in text
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "rows"),
+    [
+        ("ddp", {"dp": 2}, [4, 3, 4, 5]),
+        ("zero3", {"dp": 2}, [3, 4, 3]),
+        ("zero1", {"dp": 2, "fsdp": 2}, [8, 6, 3]),
+    ],
+)
+def test_rows_that_would_count_are_whole_on_each_rank(strategy: str, sizes: dict[str, int], rows: list[int]) -> None:
+    """Breaks if rows are added to a batch whose loss is a mean over all of them, if gradients of a batch that is whole
+    are summed over its ranks, or if batches that divide stay whole behind one that does not.
+    """
+    for pairs in launch(varying.whole_rows, 2 if len(sizes) == 1 else 4, strategy, sizes, rows, timeout_s=240.0):
+        for ours, eager in pairs:
+            assert ours == pytest.approx(eager, rel=1e-9, abs=1e-12)
+
+
+def test_batches_that_divide_are_split_behind_one_that_does_not() -> None:
+    """Breaks if every rank computes all of every batch since the first one was whole."""
+    for found in launch(varying.split_again, 2):
+        assert found == [[False], [True], [True]]
 
 
 def test_ranks_with_other_shapes_are_told() -> None:

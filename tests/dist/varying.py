@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import autopar
 from autopar.api import compile as compiling
@@ -174,16 +175,53 @@ class MeanOfRows(nn.Module):
         return {"loss": (out.sum(-1) - labels).pow(2).mean(), "out": out}
 
 
-def refused() -> str:
-    """A batch that an axis does not divide, with a loss in which added rows would be."""
+class Statistics(nn.Module):
+    """Its results are of all rows: of their mean and variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 4).double(), nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.norm(self.linear(x))
+        return {"loss": (out.sum(-1) - labels).abs().mean(), "out": out}
+
+
+def whole_rows(strategy: str, sizes: dict[str, int], rows: list[int]) -> list[tuple[list[float], list[float]]]:
+    """Batches of so many rows, to which none can be added: loss, an output's and every gradient's sum of squares, and
+    a buffer after each step; of a model without statistics and of one with, ours and eager's.
+    """
+    pairs = []
+    for kind in (MeanOfRows, Statistics):
+        torch.manual_seed(0)
+        plain = kind()
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        compiled: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy=strategy)
+        pairs.append((_measured(compiled, rows), _measured(plain, rows)))
+    return pairs
+
+
+def split_again() -> list[list[bool]]:
+    """Of each of three batches of 3, 4 and 6 rows, whether an output of it is in pieces."""
     torch.manual_seed(0)
-    model: Any = autopar.compile(MeanOfRows(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp")
-    model(torch.ones(4, 8).double(), torch.ones(4).double())
-    try:
-        model(torch.ones(3, 8).double(), torch.ones(3).double())
-    except AutoparError as error:
-        return str(error)
-    return "nothing"
+    model: Any = autopar.compile(Statistics(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp")
+    outs = [model(torch.ones(rows, 8).double(), torch.ones(rows).double())["out"] for rows in (3, 4, 6)]
+    return [[isinstance(p, Shard) for p in out.placements] for out in outs]
+
+
+def _measured(model: Any, rows: list[int]) -> list[float]:
+    found, generator = [], torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for count in rows:
+        batch = [torch.randn(count, *shape, generator=generator, dtype=torch.float64) for shape in ((8,), ())]
+        out = model(*batch)
+        optimizer.zero_grad()
+        out["loss"].backward()
+        tensors = [out["loss"], out["out"], *(p.grad for p in model.parameters()), *model.buffers()]
+        optimizer.step()
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
+        found += [float(x.detach().double().square().sum()) for x in whole]
+    return found
 
 
 def different_shapes() -> str:

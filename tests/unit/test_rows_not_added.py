@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autopar
 from autopar.api.added_rows import rows_added
 from autopar.api.additions import Additions
 from autopar.base.errors import AutoparError
@@ -32,12 +31,9 @@ class Net(nn.Module):
 def test_the_reason_is_said(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Breaks if an odd batch is refused, and nobody hears why it was not made even."""
     model = Net(keeps)
-    plan = autopar.plan(
-        model, autopar.Mesh.parse("dp=2", hardware="cpu"), example_inputs={"x": torch.randn(4, 4)}, strategy="ddp"
-    )
     additions = Additions(model, None, None, lambda net: net)
     with caplog.at_level(logging.WARNING, "autopar"):
-        found = additions.rows({"x": torch.randn(5, 4)}, plan.interface, lambda find: find(), training=True)
+        found = additions.rows({"x": torch.randn(5, 4)}, 2, lambda find: find(), training=True)
     assert (found is None) is keeps
     assert ("no rows for the axes to divide it: the model keeps statistics" in caplog.text) is keeps
 

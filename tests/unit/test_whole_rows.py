@@ -1,0 +1,103 @@
+"""Batches of which the axes do not divide the rows."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.api.whole_rows import WholeRows
+from autopar.base.errors import AutoparError
+from autopar.ir.sharding import REPLICATE
+
+
+class Net(nn.Module):
+    """A loss that is a mean over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.linear(self.norm(x)) - y).square().mean()
+
+
+def batch(rows: int) -> dict[str, Tensor]:
+    """A batch of `Net`."""
+    return {"x": torch.randn(rows, 4), "y": torch.randn(rows, 4)}
+
+
+def mesh(text: str) -> autopar.Mesh:
+    """A mesh of CPUs."""
+    return autopar.Mesh.parse(text, hardware="cpu")
+
+
+@pytest.mark.parametrize(
+    ("axes", "strategy", "rows", "left"),
+    [
+        ("dp=2", "ddp", 4, ()),
+        ("dp=2", "zero3", 3, (("dp", 2),)),
+        ("dp=2,fsdp=2", "zero3", 6, (("fsdp", 2),)),
+        ("dp=4,fsdp=2", "zero3", 2, (("dp", 4),)),
+        ("dp=2,tp=4", {"dp": "ddp", "tp": "tensor"}, 3, (("dp", 2),)),
+        ("dp=2,tp=4", "auto", 3, ()),
+        ("pp=2,dp=2", {"pp": "1f1b", "dp": "ddp"}, 3, (("dp", 2),)),
+    ],
+)
+def test_axes_that_do_not_split_a_batch(axes: str, strategy: object, rows: int, left: object) -> None:
+    """Breaks if an axis that divides what others leave counts as one that does not, or one that splits no rows."""
+    assert WholeRows.of(None, strategy, mesh(axes), None).left(batch(rows)) == left  # type: ignore[arg-type]
+
+
+def test_pieces_are_of_what_is_named_and_of_the_first_plan() -> None:
+    """Breaks if a first batch that does not divide gets no rows, or if one that goes in parts gets some."""
+    assert WholeRows.of(None, "zero3", mesh("dp=2,fsdp=2"), None).pieces_by(None) == 4
+    assert WholeRows.of(None, "zero3", mesh("dp=2,fsdp=2"), 2).pieces_by(None) == 1
+    plan = autopar.plan(nn.Linear(4, 4), mesh("dp=2"), example_inputs=(torch.randn(4, 4),), strategy="ddp")
+    assert WholeRows.of(None, "auto", mesh("dp=2"), None).pieces_by(plan.interface) == 2
+    assert WholeRows.of(plan, "auto", mesh("dp=2"), None).left(batch(3)) == (("dp", 2),)
+
+
+@pytest.mark.moderate
+def test_one_prompt_is_whole_where_nothing_is_trained() -> None:
+    """Breaks if an input of fewer rows than ranks is refused where nothing is trained, or nobody hears what it costs;
+    or if a plan for training takes it without being asked.
+    """
+    model = Net().eval()
+    plan = autopar.plan(model, mesh("dp=2"), example_inputs=batch(3), strategy="zero3", inference=True)
+    assert plan.verify().ok
+    assert any(
+        "input x f32[3, 4] is whole on every rank of dp: its 3 rows do not divide" in each for each in plan.notes
+    )
+    with pytest.raises(AutoparError, match="a batch of 3 cannot split over dp=2"):
+        autopar.plan(model, mesh("dp=2"), example_inputs=batch(3), strategy="zero3")
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize(("axes", "rows", "split"), [("dp=2", 3, set()), ("dp=2,fsdp=2", 6, {"dp"})])
+def test_pins_keep_a_batch_whole_in_training(axes: str, rows: int, split: set[str]) -> None:
+    """Breaks if a gradient of rows that every rank has is summed over them, or an axis that divides splits nothing."""
+    whole = WholeRows.of(None, "zero3", mesh(axes), None)
+    pins = whole.pins(batch(rows))
+    assert {pin.pattern for pin in pins} == {"x", "y"}
+    assert all(placement == REPLICATE for pin in pins for _, placement in pin.placements)
+    plan = autopar.plan(Net(), mesh(axes), example_inputs=batch(rows), strategy="zero3", constraints=pins)
+    assert plan.verify().ok
+    names = [name for name, _ in plan.mesh.axes]
+    for each in plan.interface.inputs:
+        assert {name for name, p in zip(names, each.sharding, strict=True) if p != REPLICATE} == split
+
+
+def test_the_price_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Breaks if nobody hears that ranks compute the same, or everybody does with each batch."""
+    whole = WholeRows.of(None, "zero3", mesh("dp=2,fsdp=2"), None)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        whole.tell(batch(4))
+        assert not caplog.messages
+        for _ in range(2):
+            whole.tell(batch(3))
+    (text,) = caplog.messages
+    assert "3 rows do not divide over dp=2 × fsdp=2" in text and "4 times the work" in text
