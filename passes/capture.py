@@ -43,9 +43,11 @@ from autopar.passes.exported import graph_modules, origin_of
 from autopar.passes.functional import make_functional
 from autopar.passes.kept import Kept
 from autopar.passes.one_region import to_program
+from autopar.passes.packed import Packed
 from autopar.passes.plain_reads import PlainReads
 from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
+from autopar.passes.recurrent import Packs
 from autopar.passes.usual import Checked, Usual
 
 logger = logging.getLogger("autopar.capture")
@@ -196,6 +198,7 @@ def _whole(
     """
     values = candidates(inputs)
     wrong: AutoparError | None = None
+    packs, kept_values = False, None
     while True:
         mode, known = compat.fake_mode(), ByValue(values)
         usual = Usual(_measured(inputs), _marks(inputs), _held(model))
@@ -203,11 +206,19 @@ def _whole(
         counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone)
         clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = _given(known, chosen, usual.guarding(clone))
+        clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers).within(clone.forward)
         modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted))
         try:
             exported = _export(clone, batch(mode), numbers, *modes)
         except AutoparError as error:
+            if isinstance(error, Packs) and not packs:
+                packs, kept_values = True, values  # lengths are read, at first, as numbers that nobody knows
+                values = {n: value for n, value in values.items() if n not in known.decided}
+                continue
+            if kept_values is not None:
+                values, kept_values = kept_values, None
+                continue
             if not known.decided:
                 raise wrong or error from None
             # What is not to be had for these values may be for all: targets that are selected, and their lengths.

@@ -15,14 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.base.errors import AutoparError
 from autopar.passes.chosen_operators import CHOSEN, FIRST, SPREAD
 
 
 class Within:
-    """Masks among the rows of others. masks: number of rows -> the mask that is said to choose so many."""
+    """Masks among the rows of others. masks: number of rows -> the mask that is said to choose so many. unordered:
+    numbers of rows that eager has in another order.
+    """
 
     def __init__(self) -> None:
         self.masks: dict[int, Tensor] = {}
+        self.unordered: set[int] = set()
+        self._of_unordered: list[Tensor] = []
         self._narrowed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._slices: dict[tuple[int, Any, Any, Any], Tensor] = {}
         self._parts: dict[int, Sequence[tuple[int, Tensor | None]]] = {}
@@ -39,6 +44,8 @@ class Within:
         key = mask.shape[0], id(mask)
         if key not in self._narrowed:
             self._narrowed[key] = mask, outer & SPREAD(mask, outer)
+            if mask.shape[0] in self.unordered:
+                self._of_unordered.append(self._narrowed[key][1])
         return self._narrowed[key][1]
 
     def spread(self, rows: Tensor, mask: Tensor) -> Tensor:
@@ -55,8 +62,17 @@ class Within:
         return found.movedim(tuple(range(outer.dim())), tuple(range(dim, dim + outer.dim()))) if dim else found
 
     def numbers(self, rows: int) -> Tensor:
-        """The number of each row among those that a mask chooses."""
+        """The number of each row among those that a mask chooses.
+
+        Raises:
+            AutoparError: eager has them in another order.
+        """
         mask = self.masks[rows]
+        if rows in self.unordered or any(each is mask for each in self._of_unordered):
+            raise AutoparError(
+                "forward() takes steps of packed sequences by their place, and a program has them in another order",
+                remedy="take them of what pad_packed_sequence gives, or work on the padded sequence and its lengths",
+            )
         flat = mask if mask.dim() == 1 else mask.flatten()
         places = flat.to(torch.int64).cumsum(0) - 1
         return CHOSEN(places if mask.dim() == 1 else places.reshape(mask.shape), mask, 0, rows)
@@ -92,6 +108,8 @@ class Within:
     def joined(self, rows: int, sizes: Sequence[int]) -> None:
         """So many rows are parts of these sizes, one behind the other."""
         self._parts[rows] = [(size, self.masks.get(size)) for size in sizes]
+        if self.unordered & set(sizes):
+            self.unordered.add(rows)
 
     def parts_of(self, x: Tensor, mask: Tensor, dim: int, ends: tuple[int, int | None]) -> list[Tensor]:
         """The parts between two ends of what was joined; none of others.

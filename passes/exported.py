@@ -22,6 +22,15 @@ _ALIASES = frozenset({"aten::alias", "aten::clone", "aten::lift_fresh_copy", "at
 _CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device", "aten::to.other", "aten::_to_copy"})
 
 
+_NEW: Mapping[Any, Any] = {
+    torch.ops.aten.new_zeros.default: torch.ops.aten.zeros.default,
+    torch.ops.aten.new_ones.default: torch.ops.aten.ones.default,
+    torch.ops.aten.new_full.default: torch.ops.aten.full.default,
+    torch.ops.aten.new_empty.default: torch.ops.aten.empty.memory_format,
+}
+"""What is made in the likeness of a tensor, as what is made of its own."""
+
+
 def clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, str], dict[str, fx.Node]]:
     """Inline higher-order operators, drop assertions, no-op casts and aliases.
 
@@ -52,6 +61,7 @@ def clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[
             env[node] = graph.node_copy(node, lookup)
             if node.target is torch.ops.aten._unsafe_view.default:  # of a `clone`, which is dropped as an alias
                 env[node].target = torch.ops.aten.view.default
+            _make_alone(env[node])
             _name_dtype(env[node])
             origins[env[node].name] = origin_of(node)
 
@@ -100,6 +110,16 @@ def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphMo
         where=origin_of(node),
         remedy="rewrite it with plain tensor operations",
     )
+
+
+def _make_alone(node: fx.Node) -> None:
+    """`x.new_zeros(…)` of another shape than x's reads nothing of it: where it lies would be that of x otherwise."""
+    target = _NEW.get(node.target)
+    source: Any = node.args[0] if target is not None else None
+    if target is not None and source.meta["val"].shape != node.meta["val"].shape:
+        value = node.meta["val"]
+        node.target, node.args = target, node.args[1:]
+        node.kwargs = {**node.kwargs, "dtype": value.dtype, "device": value.device}
 
 
 def _name_dtype(node: fx.Node) -> None:

@@ -88,6 +88,24 @@ class Usual(TorchFunctionMode):
         """What is done is what is done where a number of rows is not what it is compared with."""
         self._take(differ, f"that a mask chooses another number of rows ({line})")
 
+    def takes_longest(self, fits: Tensor, frame: FrameType) -> None:
+        """What is as long as the longest of packed sequences is as long as what was packed.
+
+        Raises:
+            AutoparError: it is not in the example.
+        """
+        instead = "pad_packed_sequence(…, total_length=x.size(1)) takes nothing for granted"
+        value = compat.value_from(fits, {**self._traced, **self._marked})
+        with computed():
+            too_short = value is not None and not value
+        if too_short:
+            raise AutoparError(
+                "all packed sequences end before the batch does, so that a size is what values say",
+                where=_line(frame),
+                remedy=f"cut the batch at its longest sequence, or let a size be known: {instead}",
+            )
+        self._take(fits, f"that the longest of packed sequences has every step ({_line(frame)}; {instead})")
+
     def guarding(self, model: nn.Module) -> Callable[..., Any]:
         """The model's forward, whose floating-point results are NaN where what was taken for granted is not so."""
         forward = model.forward

@@ -90,6 +90,8 @@ class handed(TorchDispatchMode):
         super().__init__()
         self.draws = deque(draws)
         self._made: dict[bytes, Draw | None] = {}
+        self._sorted: tuple[Tensor, Tensor] | None = None
+        self._packed: _Packed | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -99,7 +101,9 @@ class handed(TorchDispatchMode):
             return self._with_noise(func, args)
         given = self._given(func, args, kwargs)
         if given is None:
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            self._note_packed(func, args, found)
+            return found
         return args[0].copy_(given) if func in _FUNCTIONAL else given
 
     def _with_noise(self, func: Any, args: Sequence[Any]) -> Tensor:
@@ -108,6 +112,15 @@ class handed(TorchDispatchMode):
         slope = self._given(_aten.uniform_.default, (x, *bounds), {})
         noise.copy_(torch.where(x > 0, 1, torch.empty_like(x).uniform_(*bounds) if slope is None else slope))
         return x.mul_(noise) if func is _aten.rrelu_with_noise_.default else x * noise
+
+    def _note_packed(self, func: Any, args: Sequence[Any], found: Any) -> None:
+        """Which steps of which rows packed sequences have, so that what is drawn for them is that of their places."""
+        if func in (_aten.sort.default, _aten.sort.stable):
+            self._sorted = found
+        elif func is _aten._pack_padded_sequence.default:
+            lengths, ordered = args[1], self._sorted
+            by_length = ordered is not None and torch.equal(ordered[0], lengths)
+            self._packed = _Packed(lengths, ordered[1] if by_length and ordered else torch.arange(len(lengths)))
 
     def _given(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The numbers for this call; None where it draws none, or none that the program draws."""
@@ -120,7 +133,7 @@ class handed(TorchDispatchMode):
         if not is_again and not self.draws:
             return None
         draw = self._made[state] if is_again else self.draws[0]
-        found = None if draw is None else _numbers(functional, args, kwargs, draw)
+        found = None if draw is None else _numbers(functional, args, kwargs, draw, self._packed)
         if draw is not None and found is None:
             return None
         if not is_again:
@@ -130,14 +143,33 @@ class handed(TorchDispatchMode):
         return found
 
 
-def _numbers(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], draw: Draw) -> Tensor | None:
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """How sequences are packed: lengths, from the longest on, and which rows of the batch have them."""
+
+    lengths: Tensor
+    order: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """The steps of x[T, B, …] that are packed."""
+        return torch.ops.aten._pack_padded_sequence(x[:, self.order.to(x.device)], self.lengths, False)[0]
+
+
+def _numbers(
+    functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], draw: Draw, packed: _Packed | None
+) -> Tensor | None:
     """What a call gives with the program's numbers; None where it is another draw."""
     kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     if draw.p is None:
         return _made(operators.RANDOM[functional], args, kwargs, draw)
     kept = args[1] if len(args) > 1 else kwargs.get("p", 0.5)  # torch leaves a default out
     fits = functional is _aten.bernoulli.p and math.isclose(kept, 1 - draw.p, abs_tol=1e-12)
-    return _kept(args[0], draw) if fits and math.prod(args[0].shape) == math.prod(draw.shape) else None
+    if not fits or math.prod(args[0].shape) == math.prod(draw.shape):
+        return _kept(args[0].shape, args[0].dtype, draw) if fits else None
+    if packed is None or draw.shape[1:2] != packed.lengths.shape:
+        return None
+    steps = packed.of(_kept(draw.shape, args[0].dtype, draw))
+    return steps if steps.shape == args[0].shape else None
 
 
 def _made(function: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], draw: Draw) -> Tensor | None:
@@ -147,9 +179,9 @@ def _made(function: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str
     return found if [math.prod(draw.shape)] == [math.prod(shape) for shape in shapes] else None
 
 
-def _kept(x: Tensor, draw: Draw) -> Tensor:
+def _kept(shape: Sequence[int], dtype: torch.dtype, draw: Draw) -> Tensor:
     """1 where a dropout keeps an element, else 0."""
     assert draw.p is not None
     ones = torch.ones(draw.shape, dtype=torch.float32)
     kept = operators.dropout(ones, draw.p, torch.tensor(draw.seed), draw.salt, [], list(draw.shape)) != 0
-    return kept.to(x.dtype).view(x.shape)
+    return kept.to(dtype).view(shape)

@@ -155,6 +155,7 @@ _CTC = (
 _register(f"ctc_loss({_CTC}) -> Tensor", ctc_loss, lambda x, *_: x.new_empty(x.shape[1]))
 _register(f"ctc_loss_grad(Tensor g, {_CTC}) -> Tensor", ctc_loss_grad, lambda g, x, *_: x.new_empty(x.shape))
 _WEIGHTS = "Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh"
+_ENDS = "Tensor? lengths=None, bool reverse=False"
 _LIKE_WEIGHTS = "Tensor dw_ih, Tensor dw_hh, Tensor db_ih, Tensor db_hh"
 
 
@@ -167,26 +168,26 @@ def _fake_gradients(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 _register(
-    f"lstm(Tensor x, Tensor h, Tensor c, {_WEIGHTS}) -> (Tensor y, Tensor last, Tensor cell)",
+    f"lstm(Tensor x, Tensor h, Tensor c, {_WEIGHTS}, {_ENDS}) -> (Tensor y, Tensor last, Tensor cell)",
     lstm,
     lambda x, h, c, *_: _fake_recurrent(x, h, c),
 )
 _register(
-    f"lstm_grad(Tensor g, Tensor g_last, Tensor g_cell, Tensor x, Tensor h, Tensor c, {_WEIGHTS}) "
+    f"lstm_grad(Tensor g, Tensor g_last, Tensor g_cell, Tensor x, Tensor h, Tensor c, {_WEIGHTS}, {_ENDS}) "
     f"-> (Tensor dx, Tensor dh, Tensor dc, {_LIKE_WEIGHTS})",
     lstm_grad,
-    lambda g, g_last, g_cell, *given: _fake_gradients(*given),
+    lambda g, g_last, g_cell, *given: _fake_gradients(*given[:7]),
 )
 _register(
-    f"rnn(Tensor x, Tensor h, {_WEIGHTS}, str kind) -> (Tensor y, Tensor last)",
+    f"rnn(Tensor x, Tensor h, {_WEIGHTS}, str kind, {_ENDS}) -> (Tensor y, Tensor last)",
     rnn,
     lambda x, h, *_: _fake_recurrent(x, h),
 )
 _register(
-    f"rnn_grad(Tensor g, Tensor g_last, Tensor x, Tensor h, {_WEIGHTS}, str kind) "
+    f"rnn_grad(Tensor g, Tensor g_last, Tensor x, Tensor h, {_WEIGHTS}, str kind, {_ENDS}) "
     f"-> (Tensor dx, Tensor dh, {_LIKE_WEIGHTS})",
     rnn_grad,
-    lambda g, g_last, *given: _fake_gradients(*given[:-1]),
+    lambda g, g_last, *given: _fake_gradients(*given[:6]),
 )
 _EXPERTS = "Tensor x, Tensor indices, Tensor weights, Tensor first, Tensor second"
 _LAYOUT = "*, str act, bool gated=True, bool interleaved=False, bool transposed=False, int start=0"

@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 import autopar
 from autopar.api.plan import Plan
-from autopar.base.errors import AutoparError
 
 TIME, WIDTH, HIDDEN = 7, 6, 8
 
@@ -104,20 +102,3 @@ def test_one_sequence_without_a_batch() -> None:
             return y.pow(2).mean()
 
     assert planned(Alone(), "zero3").verify().ok
-
-
-def test_packed_sequences_are_refused_with_a_way() -> None:
-    """Breaks if a stranger meets the size that failed, not the call that made it."""
-
-    class Packing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(WIDTH, HIDDEN, batch_first=True)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            lengths = (labels > 0).sum(-1).clamp(min=1)
-            _, (last, _) = self.lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-            return last.pow(2).mean()
-
-    with pytest.raises(AutoparError, match=r"pack_padded_sequence.*test_recurrent\.py:\d+.*lengths - 1"):
-        planned(Packing())

@@ -58,7 +58,8 @@ from autopar.base.torch_compat.warned import without_warnings
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
-pack_padded_sequence = torch._pack_padded_sequence  # what the function of that name in torch.nn.utils.rnn calls
+pack_padded_sequence = torch._pack_padded_sequence  # what the functions of these names in torch.nn.utils.rnn call
+pad_packed_sequence = torch._pad_packed_sequence
 
 
 def is_mutable(node: fx.Node) -> bool:

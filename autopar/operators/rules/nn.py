@@ -33,26 +33,38 @@ def _ctc_loss_grad(call: OpCall) -> Rule:
 @rule("autopar.lstm.default", "autopar.rnn.default")
 def _recurrent(call: OpCall) -> Rule:
     """Rows are independent; every step meets the whole hidden state."""
-    states = ", b h" * (len(call.operands) - 5)
-    text = f"t b d{states}, g d, g h, g, g -> t b h{states} | t !, d !, h !, g !"
-    return bind(call, text, op_class="matmul", flops=_recurrent_flops(call, 0))
+    weights, ends = _weights_of(call)
+    states = ", b h" * (weights - 1)
+    text = f"t b d{states}, g d, g h, g, g{ends} -> t b h{states} | t !, d !, h !, g !"
+    return bind(call, text, op_class="matmul", flops=_recurrent_flops(call, 0, weights))
 
 
 @rule("autopar.lstm_grad.default", "autopar.rnn_grad.default")
 def _recurrent_grad(call: OpCall) -> Rule:
     """Rows that are split give terms of the weights' gradients. The layer is run once more."""
-    count = (len(call.operands) - 6) // 2
+    weights, ends = _weights_of(call)
+    count = (weights - 2) // 2
     states = ", b h" * count
     given = f"t b d{states}, g d, g h, g, g"
     linear = " ".join(str(i) for i in range(count + 1))
-    text = f"t b h{states}, {given} -> {given} | t !, d !, h !, g !, b sum | linear {linear}"
-    return bind(call, text, op_class="matmul", flops=3 * _recurrent_flops(call, count + 1))
+    text = f"t b h{states}, {given}{ends} -> {given} | t !, d !, h !, g !, b sum | linear {linear}"
+    return bind(call, text, op_class="matmul", flops=3 * _recurrent_flops(call, count + 1, weights))
 
 
-def _recurrent_flops(call: OpCall, at: int) -> float:
-    """Two for each weight and row of time and batch; `at`: the place of the input among the operands."""
+def _weights_of(call: OpCall) -> tuple[int, str]:
+    """The place of the first of four weights among the operands, and what stands behind them: lengths, of rows that
+    end where these say.
+    """
+    is_ended = call.arg("lengths") is not None
+    return len(call.operands) - 4 - is_ended, ", b" * is_ended
+
+
+def _recurrent_flops(call: OpCall, at: int, weights: int) -> float:
+    """Two for each weight and row of time and batch; `at`, `weights`: the places of the input and of the first weight
+    among the operands.
+    """
     time, batch, _ = call.operands[at].shape
-    return 2.0 * time * batch * (call.operands[-4].numel + call.operands[-3].numel)
+    return 2.0 * time * batch * (call.operands[weights].numel + call.operands[weights + 1].numel)
 
 
 # ------------------------------------------------------------------------------------------------------ normalization

@@ -21,6 +21,7 @@ from tests.unit.rules.tensors import (
     CODED_PIECES,
     CTC,
     CTC_TARGETS,
+    ENDS,
     EXPERTS,
     F32,
     F64,
@@ -107,11 +108,11 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.rotary_backward.default": [(Q, r(4, 6, 8), r(4, 6, 8)), (Q, r(1, 6, 8), r(1, 6, 8))],
     "autopar.rotary_write.default": TOKENS,
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
-    "autopar.lstm.default": [LSTM],
-    "autopar.lstm_grad.default": [(r(5, 4, 8), r(4, 8), r(4, 8), *LSTM)],
-    "autopar.rnn.default": [(*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu")],
+    "autopar.lstm.default": [LSTM, (*LSTM, ENDS), (*LSTM, ENDS, True)],
+    "autopar.lstm_grad.default": [(r(5, 4, 8), r(4, 8), r(4, 8), *given) for given in (LSTM, (*LSTM, ENDS, True))],
+    "autopar.rnn.default": [(*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu"), (*GRU, "gru", ENDS)],
     "autopar.rnn_grad.default": [
-        (r(5, 4, 8), r(4, 8), *given) for given in ((*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu"))
+        (r(5, 4, 8), r(4, 8), *given) for given in ((*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu"), (*GRU, "gru", ENDS))
     ],
     "autopar.experts.default": [*(forward for forward, _ in EXPERTS), *CODED_EXPERTS],
     "autopar.experts_grad.default": [back for forward, back in EXPERTS if len(forward) == 6],

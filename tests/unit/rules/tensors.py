@@ -153,6 +153,7 @@ LABELS = i(8, 4, 6)
 LABELS[0, 0] = -100
 LOGSUM = X.logsumexp(-1)
 OFFS = torch.tensor([4, 6, 6, 16], dtype=torch.int32)
+ENDS = torch.tensor([3, 5, 1, 4])
 LSTM, GRU, RNN = (
     (r(5, 4, 6), *(r(4, 8) for _ in range(states)), r(gates * 8, 6), r(gates * 8, 8), r(gates * 8), r(gates * 8))
     for states, gates in ((2, 4), (1, 3), (1, 1))
