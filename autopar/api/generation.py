@@ -25,6 +25,7 @@ from autopar.api.plan import Plan
 from autopar.api.planning import dressed
 from autopar.api.proof import Proof
 from autopar.api.stored import pins_for, pins_of, states_of
+from autopar.base.alike_rows import with_alike_rows
 from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, parse_json, read_text
 from autopar.base.huggingface import caches
@@ -65,7 +66,7 @@ def phase_inputs(model: nn.Module, generation: Generation, ways: int = 1) -> dic
     found: list[dict[str, Any]] = []
 
     def answer(given: dict[str, Any]) -> Any:
-        found.append(given)
+        found.append(given if generation.padded else with_alike_rows(given))
         logits = torch.zeros(generation.rows, 1, vocabulary(model))
         name, cache = caches.of_call(given)
         return outputs(logits, caches.advanced(cache, caches.num_new(given)), name)

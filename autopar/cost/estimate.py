@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.cost.accumulation import accumulation_seconds
 from autopar.cost.call_times import overlapped_seconds
 from autopar.cost.collectives import Collective, calls_on, collectives, num_calls
-from autopar.cost.hosts import host_seconds
+from autopar.cost.hosts import host_seconds, waited_for_hosts
 from autopar.cost.operator_time import region_seconds
 from autopar.cost.roofline import optimizer_time_s
 from autopar.ir.program import Program
@@ -68,8 +68,8 @@ class Cost:
 def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective]]:
     """The cost of a lowered program, and its collectives in the order of the regions.
 
-    Of a program with a pipeline: compute and collectives of the rank of the pipeline that is busiest; what it waits is
-    for whoever simulated its schedule to say.
+    Of a program with a pipeline: compute and collectives of the rank of the pipeline that is busiest; what it waits,
+    for other ranks and for hosts, is for whoever simulated its schedule to say.
     """
     seconds = {
         region.name: sum(region_seconds(region, program.on_mesh).values()) + accumulation_seconds(program, region)
@@ -90,7 +90,9 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
         beside = compute_s + communication_s - overlapped_seconds(program, program.overlap)
         hidden_s = max(0.0, difference(beside, compute_s)) * (1.0 - program.on_mesh.hardware.collective_busy)
     memory, optimizer_s = _memory(program, peak_bytes), update_seconds(program)
-    host_s = max(0.0, host_seconds(program) - (compute_s + communication_s - hidden_s))
+    host_s = 0.0
+    if program.pipeline is None:
+        host_s = waited_for_hosts([host_seconds(program)], [compute_s + communication_s - hidden_s], [0])
     return Cost(compute_s, communication_s, memory, 0.0, hidden_s, optimizer_s, host_s), rows
 
 

@@ -158,7 +158,7 @@ class Parameters(Parts):
             return kept or choices
         if strategy.required != "shard_matrices":
             return choices
-        if len(variable.type.shape) == 2 or any(is_coded(self.program, key) for key in uses):
+        if self._is_matrix(variable, uses) or any(is_coded(self.program, key) for key in uses):
             kept = [choice for choice in choices if choice.modes[axis] == "shard"]
             if any(self.program.region(name).module for _, name, _ in uses):
                 if any(may_stay_whole(self.program, key, self._tensor_ranks()) for key in uses):
@@ -170,6 +170,11 @@ class Parameters(Parts):
                 kept = [choice for choice in kept if choice.stored[axis] == Shard(0)]
                 return kept or [choice for choice in choices if choice.modes[axis] == "replicate"]
         return choices
+
+    def _is_matrix(self, variable: Variable, uses: Sequence[Key]) -> bool:
+        """Whether a parameter is a weight matrix, or one of each expert in one tensor."""
+        dims = len(variable.type.shape)
+        return dims == 2 or (dims == 3 and bool(uses) and not self.of_experts.may_stay_whole(uses))
 
     def _tensor_ranks(self) -> int:
         """How many ranks share each weight matrix."""

@@ -15,6 +15,7 @@ import autopar
 from autopar import operators as ops
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
+from autopar.ir.sharding import Shard
 from autopar.operators.activations import activate, described
 
 VOCABULARY = 64
@@ -240,6 +241,20 @@ def test_tensor_splits_widths() -> None:
     """Breaks if ranks of `tensor` have some experts each, and so unequal work, where widths would divide."""
     plan = planned(model_of("mixtral"), "tensor", "tp=2")
     assert any("gate_up_proj" in line and "f32[4, 96/2:tp, 32]" in line for line in str(plan).splitlines())
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("inference", [False, True])
+def test_no_rank_of_tensor_keeps_experts_whole(inference: bool) -> None:
+    """Breaks if ranks that compute a part of each expert's width store all of it: where nothing is trained, that takes
+    no longer, and a model's experts are nearly all of it.
+    """
+    with torch.device("meta"):
+        model = model_of("mixtral")
+    plan = planned(model, "tensor", "tp=2", inference=inference)
+    own = {each.name: each.sharding for each in plan.interface.parameters if "experts" in each.name}
+    assert len(own) == 2 * COMMON["num_hidden_layers"]
+    assert all(isinstance(placement, Shard) for (placement,) in own.values())
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.call_times import calls_of
 from autopar.cost.estimate import Cost, state_bytes, stored_bytes, unused_everywhere
+from autopar.cost.hosts import host_seconds_of_calls, waited_for_hosts
 from autopar.cost.memory.boundaries import boundaries
 from autopar.cost.roofline import collective_time_s
 from autopar.ir.program import Program
@@ -34,13 +35,15 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase on a mesh without a pipeline. seconds: [calls]; states: [calls], bytes of caches that a call makes;
-    numbers: bytes of single numbers among them, which all stages have.
+    """One phase on a mesh without a pipeline. seconds: [calls]; host: [calls], what the host takes to queue them;
+    states: [calls], bytes of caches that a call makes; numbers: bytes of single numbers among them, which all stages
+    have.
     """
 
     program: Program
     cost: Cost
     seconds: Numbers
+    host: Numbers
     states: Numbers
     numbers: int
 
@@ -55,7 +58,8 @@ class Phase:
             else:
                 numbers += size
         seconds = np.array([call.forward_s for call in calls_of(program)])
-        return Phase(program, price(program)[0], seconds, states, numbers)
+        host = np.array(host_seconds_of_calls(program))
+        return Phase(program, price(program)[0], seconds, host, states, numbers)
 
     @property
     def working_bytes(self) -> float:
@@ -109,14 +113,18 @@ class TokenEstimator:
         bounds = tuple(ranges(best_cut(list(phase.seconds), point.pp), len(phase.seconds)))
         link = self._stages_link(point)
         stages = boundaries(program, [first for first, _ in bounds])
-        sends = sum(self._message_s(program, stage.sends, link) for stage in stages[:-1])
+        messages = [self._message_s(program, stage.sends, link) for stage in stages[:-1]]
         shared = _outputs_seconds(program, point.pp, link)
         parameters = _parameter_bytes(program, bounds)
         states = [float(phase.states[a:b].sum()) + phase.numbers for a, b in bounds]
         kept = max(own + cache for own, cache in zip(parameters, states, strict=True))
         everywhere = stored_bytes(program, unused_everywhere(program))
         peak = kept + everywhere + phase.working_bytes
-        return cost.step_time_s + sends + shared, peak, max(states)
+        own = [float(phase.seconds[a:b].sum()) for a, b in bounds]
+        ends = np.cumsum(own) + np.cumsum([0.0, *messages])
+        host = [float(phase.host[a:b].sum()) for a, b in bounds]
+        late = waited_for_hosts(host, ends.tolist(), range(point.pp))
+        return cost.step_time_s - cost.host_s + late + sum(messages) + shared, peak, max(states)
 
     def _stages_link(self, point: TokenPoint) -> Link:
         return self.cluster.mesh({"pp": point.pp, "rest": point.num_devices // point.pp}).link("pp")

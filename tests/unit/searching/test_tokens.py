@@ -133,6 +133,17 @@ def test_estimates_are_what_plans_say(axes: dict[str, int], strategy: dict[str, 
     assert each.peak_bytes == pytest.approx(plan.peak_memory_bytes, rel=off or 0.03)
 
 
+@pytest.mark.slow
+def test_stages_wait_for_one_host() -> None:
+    """Breaks if an estimate has a token over stages wait for all of its launches: those of later stages are queued
+    while the first one computes.
+    """
+    found, mesh = _found(), {"pp": 2, "tp": 2}
+    each = next(each for each in found.candidates if each.point.axes == mesh and each.batch == 1)
+    flat = next(each for each in found.candidates if each.point.axes == {"tp": 4} and each.batch == 1)
+    assert each.time_per_token_s < 0.9 * flat.time_per_token_s
+
+
 @lru_cache
 def _found() -> autopar.GenerationSearch:
     return autopar.search(model_of("llama"), "h100x4", generate=WANTED, batches=(1, 4), top=2)
