@@ -46,6 +46,7 @@ from autopar.strategies.context import ways_of_cache
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
 from autopar.views.generation import phases_text
+from autopar.views.report import phases_report
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -225,6 +226,10 @@ class GenerationPlan:
     def verify(self, **options: Any) -> Proof:
         """Prove the programs together: see `autopar.api.generation_proof.verify_generation`."""
         return verify_generation(self.generation, self.phases, **options)
+
+    def report(self, path: str | Path, **options: Any) -> Path:
+        """Write everything about both phases as one offline HTML file (see `autopar.views.report.phases_report`)."""
+        return phases_report(self.to_data(), self.phases, path, **options)
 
     def to_data(self) -> dict[str, Any]:
         """What it comes to, for machines."""

@@ -141,17 +141,19 @@ def plan(
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
             tokens = parse_generate(generate, cache, weights)
-            others = (microbatches, halves, picture, report, trace, times)
+            others = (microbatches, halves, picture, trace, times)
             if tokens is not None and any(each is not None for each in others):
                 raise AutoparError(
-                    "--generate goes with --save, --source and --json alone",
-                    remedy="leave --microbatches, --halves, --picture, --report, --trace and --times out",
+                    "--generate goes with --save, --source, --report and --json alone",
+                    remedy="leave --microbatches, --halves, --picture, --trace and --times out",
                 )
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
         if tokens is not None:
             with errors(1):
                 phases = make_generation_plan(steps, loaded, *wanted, tokens, precision, weights, memory_limit=limit)
                 files = cli_output.write_generation(phases, save, source)
+                if report is not None:
+                    files.append(phases.report(report, explain_s=explain_seconds, progress=steps.part))
             if as_json:
                 print(json.dumps(cli_output.generation_data(phases, files), indent=1))
             else:

@@ -191,13 +191,16 @@ def _questions(
         return {"question": question, "answer": answer, "link": link}
 
     memory = plan.cost.memory
-    yield row(
-        "What does each rank hold?",
+    kept = (
         f"{format_bytes(memory.parameters)} of parameters and {format_bytes(memory.optimizer_states)} of optimizer "
         f"states at all times, {format_bytes(memory.gradients)} of gradients by the end of the backward; "
-        f"{format_bytes(memory.peak)} in all when the fullest rank is fullest.",
-        "#sharding/rank",
+        if plan.training
+        else f"{format_bytes(memory.parameters)} of parameters"
+        + (f" and {format_bytes(memory.states)} of caches" if memory.states else "")
+        + " at all times; "
     )
+    whole = f"{format_bytes(memory.peak)} in all when the fullest rank is fullest."
+    yield row("What does each rank hold?", kept + whole, "#sharding/rank")
     name, members = max(classes, key=lambda each: math.prod(each[1][0].shape) * len(each[1]))
     explanation = found.explanations.get(name)
     why = f" {_sentence('; '.join(explanation.why))}" if explanation is not None and explanation.why else ""

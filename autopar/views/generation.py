@@ -35,21 +35,36 @@ def phases_tables(data: Mapping[str, Any], phases: Mapping[str, PlanRecord]) -> 
         ">cache",
         ">peak",
     )
-    asked = data["generation"]
-    chunk = min(asked["chunk"] or asked["prompt"], asked["prompt"])
-    counts = {"prefill": asked["batch"] * chunk, "decode": asked["batch"]}
-    for name, plan in phases.items():
-        cost, calls = plan.cost, sum(row.times for row in plan.collectives)
-        rate = format_count(counts[name] / cost.step_time_s) if cost.step_time_s else "-"
+    for row in phase_rows(data, phases):
+        rate = format_count(row["tokens_per_s"]) if row["tokens_per_s"] is not None else "-"
         table.add_row(
-            name, str(counts[name]), format_time(cost.step_time_s), rate, str(calls),
-            format_bytes(int(sum(row.bytes_sent for row in plan.collectives))), format_bytes(cost.memory.states),
-            format_bytes(cost.peak_memory_bytes),
+            row["phase"], str(row["tokens"]), format_time(row["seconds"]), rate, str(row["collectives"]),
+            format_bytes(int(row["bytes_sent"])), format_bytes(row["cache_bytes"]), format_bytes(row["peak_bytes"]),
         )  # fmt: skip
     parts: list[RenderableType] = [_header(data), Text(""), table]
     for name, plan in phases.items():
         parts += [Text(""), Text(f"==== {name} " + "=" * 60), plan_tables(plan)]
     return Group(*parts)
+
+
+def phase_rows(data: Mapping[str, Any], phases: Mapping[str, PlanRecord]) -> list[dict[str, Any]]:
+    """A row for each phase: what one call of it takes, on all ranks and on the fullest one; seconds and bytes."""
+    asked = data["generation"]
+    chunk = min(asked["chunk"] or asked["prompt"], asked["prompt"])
+    counts = {"prefill": asked["batch"] * chunk, "decode": asked["batch"]}
+    return [
+        {
+            "phase": name,
+            "tokens": counts[name],
+            "seconds": plan.cost.step_time_s,
+            "tokens_per_s": counts[name] / plan.cost.step_time_s if plan.cost.step_time_s else None,
+            "collectives": sum(row.times for row in plan.collectives),
+            "bytes_sent": sum(row.bytes_sent for row in plan.collectives),
+            "cache_bytes": plan.cost.memory.states,
+            "peak_bytes": plan.cost.peak_memory_bytes,
+        }
+        for name, plan in phases.items()
+    ]
 
 
 def phases_line(data: Mapping[str, Any]) -> str:

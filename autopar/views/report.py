@@ -21,6 +21,7 @@ from autopar.views.compare import compare
 from autopar.views.content import Findings, Picture, content_of
 from autopar.views.explain.explain import explain, with_program
 from autopar.views.explain.explanation import Explanation
+from autopar.views.generation import phase_rows
 from autopar.views.holds import parameter_classes
 from autopar.views.page import page
 from autopar.views.picture import box_members, dot_source
@@ -64,21 +65,79 @@ def report(
     Raises:
         AutoparError: a plan that was saved by an older version, a file that cannot be written, loads of other layers.
     """
-    path = Path(path)
+    say = progress or (lambda what, number, total: None)
+    content = report_content(plan, against, explain_s, memory_factors, model, example_inputs, expert_loads or {}, say)
+    return write_page(content, path, say)
+
+
+def phases_report(
+    data: Mapping[str, Any],
+    phases: Mapping[str, PlanRecord],
+    path: str | Path,
+    *,
+    explain_s: float = EXPLAIN_S,
+    progress: Say | None = None,
+) -> Path:
+    """Write everything about a plan for `generate()` as one HTML file: what both phases come to, and each phase's
+    report, between which the page switches. Returns its path.
+
+    Args:
+        data: as `GenerationPlan.to_data` gives it.
+        phases: their plans, by name, in the order in which they run.
+        explain_s: as of `report`, shared evenly. A phase that was loaded from a file is not explained.
+        progress: as of `report`.
+
+    Raises:
+        AutoparError: a plan that was saved by an older version, a file that cannot be written.
+    """
+    say = progress or (lambda what, number, total: None)
+    made, rows = {}, phase_rows(data, phases)
+    for name, plan in phases.items():
+
+        def say_of(what: str, number: int, total: int, name: str = name) -> None:
+            say(f"{name}: {what}", number, total)
+
+        # Another limit of memory for one phase alone would move what both share.
+        content = report_content(plan, (), explain_s / len(phases), (), None, None, {}, say_of)
+        made[name] = {**content, "generation": {**data, "rows": rows}, "phase": name}
+    first = next(iter(made.values()))
+    whole = {key: first[key] for key in ("format", "title", "autopar")}
+    return write_page({**whole, "phases": made}, path, say)
+
+
+def report_content(
+    plan: PlanRecord,
+    against: Mapping[str, PlanRecord] | Sequence[PlanRecord],
+    explain_s: float,
+    memory_factors: Sequence[float],
+    model: nn.Module | None,
+    example_inputs: Mapping[str, Any] | None,
+    expert_loads: Mapping[str, Any],
+    say: Say,
+) -> dict[str, Any]:
+    """What the page shows of a plan. Arguments as of `report`.
+
+    Raises:
+        AutoparError: as `report`, but for files.
+    """
     if plan.views is None:
         raise AutoparError(
             "this plan's file has nothing to show: it was saved by an older version",
             remedy="make the plan again and save it",
         )
-    say = progress or (lambda what, number, total: None)
     found = _findings(plan, against, explain_s, memory_factors, model, example_inputs, say)
-    found = replace(found, expert_loads=expert_loads or {})
+    found = replace(found, expert_loads=expert_loads)
     boxes: dict[str, list[str]] = {}
     pictures = list(_pictures(plan, boxes, say))
+    return content_of(plan, found, pictures, boxes)
+
+
+def write_page(content: Mapping[str, Any], path: str | Path, say: Say) -> Path:
+    """Raises an AutoparError where the file cannot be written."""
+    path = Path(path)
     say("writing the page", 0, 1)
-    text = page(content_of(plan, found, pictures, boxes))
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(page(content), encoding="utf-8")
     except OSError as error:
         raise AutoparError(
             f"cannot write {path}", values=str(error), remedy="name a file in a folder that exists"

@@ -138,3 +138,26 @@ def test_pipelines_and_rings(open_report: Open, tmp_path: Path, mesh: str, strat
     tab.page.locator("#ui-panel-sharding tbody a").first.click()
     tab.settle()
     assert "autopar explain" in tab.page.inner_text("#ui-inspector")
+
+
+def test_phases_of_generate(open_report: Open, tmp_path: Path) -> None:
+    """Breaks if the page shows one phase alone, forgets the tab at the switch, or compares a phase with the other."""
+    model = catalogue.load("llama", tiny=True).model
+    wanted = autopar.Generation(batch=2, prompt=8, new_tokens=4)
+    plan = autopar.plan_generation(model, autopar.Mesh.parse("tp=2", hardware="h100"), wanted, strategy="tensor")
+    file = plan.report(tmp_path / "generate.html", explain_s=0.0)
+    tab = open_report(file.read_text(), "#memory")
+    tab.page.click("text=A token (decode)")
+    tab.arrive("?phase=decode#memory")
+    for name in TABS:
+        tab.page.click(f"#ui-tab-{name}")
+        tab.settle()
+        assert "cannot be shown" not in tab.page.inner_text(f"#ui-panel-{name}")
+    tab.go("#overview")
+    shown = tab.page.inner_text("#ui-panel-overview")
+    assert "2 sequences of 8 tokens, 4 new tokens each" in shown and "First token" in shown
+    assert tab.page.get_attribute("#ui-phases a[aria-current]", "href") == "?phase=decode"
+    tab.go("#compare")
+    tab.page.set_input_files("input[type=file]", file)
+    tab.arrive("#compare/0")
+    assert "predicted as fast" in tab.page.inner_text("#ui-panel-compare")

@@ -126,7 +126,8 @@ def test_what_every_rank_is_told_is_counted() -> None:
         sent = [each.bytes_sent for each in events if each.kind == "all_reduce" and each.axis == "pp"]
         # Half of the vocabulary's 96 logits for two rows, and two counts, in eight bytes each: 2 (2 - 1) / 2 of them.
         assert sorted(sent) == sorted(row.bytes_sent for row in rows) == [2 * 8, 2 * 48 * 8]
-    assert plan.cost.step_time_s == pytest.approx(plan.pipeline.timeline.makespan_s + sum(row.seconds for row in rows))
+    device_s = plan.pipeline.timeline.makespan_s + sum(row.seconds for row in rows)
+    assert plan.cost.step_time_s == pytest.approx(device_s + plan.cost.host_s)
 
 
 def small(plan: Any) -> nn.Module:

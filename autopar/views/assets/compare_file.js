@@ -11,6 +11,7 @@ async function readReport(file) {
   } catch {
     throw new Error(`${file.name} is not a report of autopar.`);
   }
+  if (other && other.phases) other = other.phases[shownPhase] || Object.values(other.phases)[0]; // generate()'s phases
   if (other && other.sha256 && other.plan) throw new Error(`${file.name} is a saved plan: it has no report's numbers. Run autopar report ${file.name} and choose the page that it writes.`);
   if (!other || !other.headline || !Array.isArray(other.parameters)) throw new Error(`${file.name} is not a report of autopar.`);
   if (other.format !== content.format) throw new Error(`${file.name} was written by another version of autopar (format ${other.format}, this one is ${content.format}).`);

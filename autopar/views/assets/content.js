@@ -1,6 +1,14 @@
 // What the page shows, read once, and the indexes that several tabs need.
 
-const content = JSON.parse(byId("ui-content").textContent) || {};
+const whole = JSON.parse(byId("ui-content").textContent) || {};
+
+/** A report of generate() has a content for each phase; the address says which one is shown: ?phase=decode#memory */
+const phaseNames = Object.keys(whole.phases || {});
+const shownPhase = (() => {
+  const asked = new URLSearchParams(location.search).get("phase");
+  return phaseNames.includes(asked) ? asked : phaseNames[0] || "";
+})();
+const content = shownPhase ? whole.phases[shownPhase] : whole;
 
 const items = content.items || {};
 const parameters = list(content.parameters);

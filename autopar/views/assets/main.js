@@ -37,6 +37,17 @@ function buildTabs() {
   });
 }
 
+/** Links to the phases of generate(); each opens on the tab that is shown. */
+function buildPhases() {
+  if (!phaseNames.length) return;
+  const links = phaseNames.map((name) => h(
+    "a",
+    { href: `?phase=${encodeURIComponent(name)}`, "aria-current": name === shownPhase ? "page" : null, onclick: (event) => { event.currentTarget.hash = `#${currentTab()}`; } },
+    PHASE_TITLES[name] || name,
+  ));
+  byId("ui-tabs").before(h("nav", { class: "phases", id: "ui-phases", "aria-label": "Phases of generate()" }, links));
+}
+
 /** Shows what the hash names: #graph/op:layer.linear_3 */
 function route() {
   const hash = location.hash.slice(1);
@@ -177,6 +188,7 @@ function onKey(event, search) {
 function start() {
   const mesh = content.mesh || {};
   byId("ui-subtitle").textContent = [content.precision, content.strategy, mesh.hardware, content.training === false ? "inference" : null].filter(Boolean).join(" · ");
+  buildPhases();
   buildTabs();
   buildHelp();
   const search = makeSearch(byId("ui-search"));

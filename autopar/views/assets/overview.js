@@ -5,6 +5,7 @@ const overviewView = { id: "overview", label: "Overview", make: makeOverview };
 function makeOverview(panel) {
   panel.classList.add("overview");
   append(panel, [
+    generationCard(),
     h("div", { class: "tiles" }, headlineTiles()),
     section(
       "A step",
@@ -31,6 +32,39 @@ function headlineTiles() {
     tile("Communication", formatSeconds(communication_s), isNumber(step_s) && step_s > 0 ? `${formatShare(communication_s / step_s)} of a step, in all` : "a step"),
     isNumber(bubble) && tile("Pipeline bubble", formatShare(bubble), "of a step waits"),
   ];
+}
+
+const PHASE_TITLES = { prefill: "The prompt (prefill)", decode: "A token (decode)" };
+
+/** Of a report of generate(): what both phases come to, above what is of the phase that is shown. */
+function generationCard() {
+  const all = content.generation;
+  if (!all) return null;
+  const asked = all.generation || {};
+  const table = makeTable(
+    [
+      { title: "Phase", value: (row) => row.phase, show: (row) => h("b", {}, PHASE_TITLES[row.phase] || row.phase) },
+      { title: "Tokens a call", numeric: true, value: (row) => row.tokens, show: (row) => formatWhole(row.tokens) },
+      { title: "A call", numeric: true, value: (row) => row.seconds, show: (row) => formatSeconds(row.seconds) },
+      { title: "Tokens a second", numeric: true, value: (row) => row.tokens_per_s, show: (row) => (isNumber(row.tokens_per_s) ? formatWhole(row.tokens_per_s) : "") },
+      { title: "Collectives", numeric: true, value: (row) => row.collectives, show: (row) => formatWhole(row.collectives) },
+      { title: "Sent", numeric: true, hint: "bytes that a rank sends in a call", value: (row) => row.bytes_sent, show: (row) => formatBytes(row.bytes_sent) },
+      { title: "Cache", numeric: true, hint: "of a rank", value: (row) => row.cache_bytes, show: (row) => formatBytes(row.cache_bytes) },
+      { title: "Peak", numeric: true, hint: "of the fullest rank", value: (row) => row.peak_bytes, show: (row) => formatBytes(row.peak_bytes) },
+    ],
+    { rows: list(all.rows), label: "Phases of generate()" },
+  );
+  const chunks = asked.chunk ? ` in chunks of ${formatWhole(asked.chunk)}` : "";
+  return section(
+    `Generation: ${plural(asked.batch, "sequence")} of ${formatWhole(asked.prompt)} tokens${chunks}, ${formatWhole(asked.new_tokens)} new tokens each`,
+    h("div", { class: "tiles" }, [
+      tile("First token", formatSeconds(all.time_to_first_token_s), "after, predicted", "main"),
+      tile("Each token", formatSeconds(all.time_per_token_s), "with the cache at its full length", "main"),
+      tile("New tokens a second", formatWhole(all.tokens_per_s), `${formatWhole(all.tokens_per_s_per_device)} a device; ${formatSeconds(all.total_s)} in all`),
+      tile("Cache of a rank", formatBytes(all.cache_bytes), asked.cache ? `keys and values in ${asked.cache}` : "keys and values, other states"),
+    ]),
+    h("div", { class: "scroll" }, table.element),
+  );
 }
 
 function tile(label, value, detail, kind, bar) {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from autopar.ir.choices import NONE
 from autopar.ir.program import Program
@@ -158,6 +160,26 @@ def pin_of(pattern: str, sharding: Sharding, mesh: Mesh) -> Pin | None:
 def why_pinned(pinned: Pin) -> str:
     """Who has said so."""
     return "another program of the model has" if pinned.taken else "the plan was asked for"
+
+
+def pin_texts(pins: Sequence[Pin]) -> Iterator[tuple[Pin, str]]:
+    """Pins as a user would write them, each with its first: those of parameters that differ in numbers alone, as those
+    of equal layers do, are one pattern and how many there are.
+
+        layers.0.up.weight, layers.1.up.weight, both Shard(0) on tp → pin("layers.*.up.weight", tp=Shard(0)), 2 of them
+    """
+    groups: dict[tuple[str, object, bool], list[Pin]] = {}
+    for each in pins:
+        pattern = _NUMBER.sub("*", each.pattern) if each.is_name else each.pattern
+        groups.setdefault((pattern, each.placements, each.taken), []).append(each)
+    for (pattern, _, _), same in groups.items():
+        several = f", {len(same)} of them" if len(same) > 1 else ""
+        shown = replace(same[0], pattern=pattern) if several else same[0]
+        yield same[0], f"{pin_text(shown)}{several}"
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a name that is a number, as of a list's element."""
 
 
 def pin_text(pinned: Pin) -> str:

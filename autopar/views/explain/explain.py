@@ -34,7 +34,7 @@ from autopar.views.explain.attention_axes import describe, sent_by
 from autopar.views.explain.attention_choices import attentions, found_text, reason
 from autopar.views.explain.attribution import collectives_of
 from autopar.views.explain.breakdown import Breakdown, breakdown
-from autopar.views.explain.exclusions import forbidden, nearest, pin_text, pins_on, required, sift, why_pinned
+from autopar.views.explain.exclusions import forbidden, nearest, pin_texts, pins_on, required, sift, why_pinned
 from autopar.views.explain.explanation import Excluded, Explanation, Row
 from autopar.views.explain.subjects import Layout, choices_in, find, layouts_in, names_of
 
@@ -185,8 +185,8 @@ def _reasons(alternatives: Alternatives, rows: Sequence[Row], unsolved: Sequence
     if subject.kind == "attention":
         axes = zip(plan.strategies, choices_in(alternatives.chosen), plan.stage_mesh.axes, strict=True)
         yield from (reason(strategy, choice, axis) for strategy, choice, (axis, size) in axes if size > 1)
-    for pinned in pins_on(plan, subject):
-        yield f"{why_pinned(pinned)} {pin_text(pinned)}" if pinned.taken else f"asked for: {pin_text(pinned)}"
+    for pinned, text in pin_texts(pins_on(plan, subject)):
+        yield f"{why_pinned(pinned)} {text}" if pinned.taken else f"asked for: {text}"
     others = [Replicate(), *(Shard(dim) for dim in range(len(subject.type.shape)))]
     for axis, (strategy, placement) in enumerate(zip(plan.strategies, alternatives.chosen, strict=True)):
         if plan.stage_mesh.sizes[axis] > 1 and subject.kind != "attention":

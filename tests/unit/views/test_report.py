@@ -12,7 +12,10 @@ import autopar
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue
+from autopar.ir.sharding import Replicate, Shard
 from autopar.planner.plan.record import ModelSpec
+from autopar.strategies.names import Pin
+from autopar.views.explain.exclusions import pin_texts
 from tests.unit.commands import output
 
 UP = "layers.*.up.weight"
@@ -89,3 +92,48 @@ def test_a_plan_of_an_older_version(saved: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(saved: Path, tmp_path: Path) -> None:
     """Breaks if a path that cannot be written ends in a traceback."""
     assert "cannot write" in output("report", saved, tmp_path / "no" / "x.html", "--explain-seconds", 0, code=1)
+
+
+@pytest.mark.moderate
+def test_both_phases_of_generate_are_one_page(tmp_path: Path) -> None:
+    """Breaks if `plan --generate --report` leaves a phase or its numbers out, counts gradients of what has none, or
+    says what every layer's weight is bound to one by one.
+    """
+    path = tmp_path / "generate.html"
+    said = output(
+        "plan", "llama", "--tiny", "--mesh", "tp=2", "--strategy", "tensor", "--generate", "2x8x4", "--report", path,
+        "--explain-seconds", 20,
+    )  # fmt: skip
+    assert f"wrote {path}" in said
+    whole = json.loads(path.read_text().split('id="ui-content">')[1].split("</script>")[0])
+    assert list(whole["phases"]) == ["prefill", "decode"]
+    for name, content in whole["phases"].items():
+        about = content["generation"]
+        own = next(row for row in about["rows"] if row["phase"] == name)
+        assert content["headline"]["step_s"] == own["seconds"] and about["time_per_token_s"] > 0
+        assert about["cache_bytes"] == own["cache_bytes"] > 0 and own["tokens"] == {"prefill": 16, "decode": 2}[name]
+        held, why = (each["answer"] for each in content["questions"][:2])
+        assert "of caches at all times" in held and "gradients" not in held
+        bound = "autopar.pin(" in why
+        assert bound == (name == "decode") and why.count("autopar.pin(") == bound
+        assert not bound or ", 2 of them" in why
+
+
+def test_pins_of_equal_layers_are_one() -> None:
+    """Breaks if pins that say the same of every layer stay apart, or others become one: of other placements, asked for
+    by somebody, of names that differ in more than numbers, with patterns of the user's own.
+    """
+    split, whole = (("tp", Shard(0)),), (("tp", Replicate()),)
+    pins = [
+        *(Pin(f"layers.{number}.up.weight", split, taken=True) for number in range(12)),
+        Pin("layers.12.up.weight", whole, taken=True), Pin("layers.13.up.weight", split),
+        Pin("layers.0.up2.weight", split, taken=True), Pin("h.*.0.weight", split), Pin("h.*.1.weight", split),
+    ]  # fmt: skip
+    assert [text for _, text in pin_texts(pins)] == [
+        'autopar.pin("layers.*.up.weight", tp=Shard(0)), 12 of them',
+        'autopar.pin("layers.12.up.weight", tp=Replicate())',
+        'autopar.pin("layers.13.up.weight", tp=Shard(0))',
+        'autopar.pin("layers.0.up2.weight", tp=Shard(0))',
+        'autopar.pin("h.*.0.weight", tp=Shard(0))',
+        'autopar.pin("h.*.1.weight", tp=Shard(0))',
+    ]
