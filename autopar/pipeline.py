@@ -271,6 +271,13 @@ def vocabulary_ranks(request: Attempt) -> int:
 
 
 def _capture(request: Attempt) -> Program:
+    found = _captured(request)
+    if not request.wanted:
+        return found
+    return replace(found, inputs=tuple(replace(p, differentiable=p.name in request.wanted) for p in found.inputs))
+
+
+def _captured(request: Attempt) -> Program:
     def captured(inputs: Mapping[str, Any]) -> Program:
         return capture(request.model, inputs, precision=request.precision, training=request.training)
 

@@ -27,9 +27,10 @@ from autopar.ir.graphs import Recompute, _base_name, ancestors, is_view, paramet
 from autopar.ir.nodes import NAME, TERM, drop_dead
 from autopar.ir.op_call import is_float
 from autopar.ir.program import Program
+from autopar.ir.reach import reached_by
 from autopar.ir.region import Region
 from autopar.ir.tensor_type import TensorType
-from autopar.ir.values import ValueRef
+from autopar.ir.values import ValueRef, gradient_key
 from autopar.passes.class_dims import over_classes
 from autopar.passes.differentiation.backward_notes import BackwardNotes
 from autopar.passes.functional import written_apart
@@ -45,11 +46,23 @@ def differentiate(program: Program, *, roots: Sequence[str] | None = None) -> Pr
     """Differentiate each distinct region once (training), or keep the forward alone (inference).
 
     roots: the outputs whose gradients the backward takes, by name; None: the loss where there is one, else all that
-    depend on parameters.
+    depend on parameters. Inputs whose gradients are wanted, and to which none comes, are not wanted any more.
 
     Raises:
         AutoparError: an output that does not depend on parameters, or is none.
     """
+    found = _differentiated(program, roots)
+    if not program.wanted:
+        return found
+    reached = reached_by(found)
+    idle = {name for name in found.wanted if gradient_key(name) not in reached}
+    if not idle:
+        return found
+    inputs = tuple(replace(port, differentiable=port.name in program.wanted - idle) for port in program.inputs)
+    return _differentiated(replace(program, inputs=inputs), roots)
+
+
+def _differentiated(program: Program, roots: Sequence[str] | None) -> Program:
     flags = _differentiable_ports(program) if program.training else {}
     starts = _roots(program, flags, roots) if program.training else set()
     regions: dict[str, Region] = {}
@@ -84,8 +97,8 @@ def loss_index(program: Program) -> int | None:
 
 
 def _differentiable_ports(program: Program) -> dict[ValueRef, bool]:
-    """Which values between calls carry a gradient, in call order."""
-    flags: dict[ValueRef, bool] = {}
+    """Which values between calls, and which inputs, carry a gradient, in call order."""
+    flags = {ValueRef(name=name): True for name in program.wanted}
     for index, call in enumerate(program.calls):
         region = program.region(call.region)
         holders = [node for node in region.graph.nodes if node.op == "placeholder"]
@@ -123,7 +136,7 @@ def _roots(program: Program, flags: Mapping[ValueRef, bool], names: Sequence[str
             known = [name for name, ref in named.items() if flags.get(ref, False)]
             raise AutoparError(
                 f"no gradient can come for {', '.join(wrong)}",
-                values=f"outputs that depend on trainable parameters: {', '.join(known) or 'none'}",
+                values=f"outputs that depend on trainable parameters or inputs: {', '.join(known) or 'none'}",
             )
         return {named[name] for name in names}
     loss = loss_index(program)

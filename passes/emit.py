@@ -9,7 +9,7 @@ Ensures: text with, per distinct region, `gather`, `forward`, `backward` and `re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.ir.interface import ProgramInterface, TensorInterface
@@ -19,7 +19,7 @@ from autopar.ir.reach import reached_by
 from autopar.ir.sharding import Sharding, local_shape, redistribution_steps, replicated
 from autopar.ir.tensor_type import TensorType, dtype_name
 from autopar.ir.uneven import block_shape, is_uneven
-from autopar.ir.values import ValueRef
+from autopar.ir.values import ValueRef, gradient_key
 from autopar.machine.mesh import Mesh
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.exchanged import exchanged_experts
@@ -131,6 +131,7 @@ def interface_of(program: Program) -> ProgramInterface:
         for name, ref in zip(program.output_names, program.outputs, strict=True)
     )
     inputs = tuple(tensor(p.name, p.type, placement.inputs.get(p.name, whole), False) for p in program.inputs)
+    inputs = tuple(_wanted(entry, reached.get(gradient_key(entry.name)), num_outputs) for entry in inputs)
     beside = program.inputs[num_inputs].name.removeprefix(inputs[0].name) if program.together > 1 else ""
     if program.batching is not None:
         pairs = zip(outputs, program.batching.outputs, strict=True)
@@ -148,6 +149,14 @@ def interface_of(program: Program) -> ProgramInterface:
         program.microbatches * program.together, updates, pipeline_interface(program), program.by_value,
         program.granted, experts=exchanged_experts(program), beside=beside,
     )  # fmt: skip
+
+
+def _wanted(entry: TensorInterface, places: Iterable[int] | None, num_outputs: int) -> TensorInterface:
+    """An input whose gradient the backward returns. places: of the outputs whose gradients come to it."""
+    if places is None:
+        return entry
+    reached_by = tuple(sorted({place % num_outputs for place in places}))
+    return replace(entry, differentiable=True, reached_by=reached_by)
 
 
 def _summed_over(layout: ParameterLayout, mesh: Mesh) -> str:

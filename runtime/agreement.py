@@ -372,9 +372,12 @@ def _hash(content: str | bytes) -> int:
 
 
 def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return _plain(leaf)
+    wants = " requires_grad" if leaf.requires_grad else ""
     if isinstance(leaf, DTensor):
-        return f"DTensor {tuple(leaf.shape)} {leaf.dtype} {leaf.placements}"
-    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else _plain(leaf)
+        return f"DTensor {tuple(leaf.shape)} {leaf.dtype} {leaf.placements}{wants}"
+    return f"{tuple(leaf.shape)} {leaf.dtype}{wants}"
 
 
 def _is_compared(leaf: Any) -> bool:

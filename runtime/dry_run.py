@@ -69,7 +69,7 @@ def _run(comm: RecordingComm, interface: ProgramInterface, program: LoadedProgra
     held: dict[str, Tensor] = {}
     seeds = (seed, seed) if beside else seed
     done = [program.forward(comm, state, held, inputs, seeds) for _ in range(interface.microbatches)]
-    if any(parameter.differentiable for parameter in interface.parameters):
+    if interface.is_trained:
         sums: dict[str, Tensor] = {}
         for number, (outputs, saved) in enumerate(done, start=1):
             grads = tuple(

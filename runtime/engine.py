@@ -49,13 +49,14 @@ from autopar.runtime.recording import Recorder
 from autopar.runtime.refused import (
     check_autocast,
     check_inputs,
+    check_made_apart,
     check_same_mesh,
     check_same_storage,
     parameter_of,
     parameters_before,
 )  # fmt: skip
 from autopar.runtime.repeats import Repeat, Repeats, repeat_of
-from autopar.runtime.seen_whole import SeenWhole, Term, seen_whole
+from autopar.runtime.seen_whole import SeenWhole, Term, as_changed, seen_whole
 from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_in_turn
 
 logger = logging.getLogger("autopar")
@@ -155,12 +156,14 @@ class Engine:
         self.hooks.check()
         call = call_of(self._num_forwards, self.model, args, kwargs)
         self.agreement.begin(call)
-        check_inputs(call.inputs)
+        check_inputs(call.inputs, self.comm.axes)
+        if self.interface is None:
+            check_made_apart(call.inputs, self.model)
         with self.comm.trail.doing("plans"):
             executable = self.prepare(args, kwargs)
             interface = executable.interface
             self.place(interface)
-            inputs = executable.flatten_inputs(args, kwargs)
+            inputs = {name: as_changed(x) for name, x in executable.flatten_inputs(args, kwargs).items()}
             program = self._program(executable, inputs)
         with torch.no_grad():
             if interface.pipeline is not None:
@@ -270,7 +273,7 @@ class Engine:
         widened = None if executable.widened is None else partial(self._widened, executable.widened, batch.inputs)
         received = self._received.setdefault(executable.key, set())
         step = Step(batch, seed, self._new_recorder(), widened, received, hooked)
-        if wants_turns and batch.num > 1:
+        if wants_turns and batch.num > 1 and not interface.wanted:
             self._had_turns = True
             return run_step_in_turn(step, parameters, buffers, partial(_place_of_loss, executable))
         return run_step(step, parameters, buffers)

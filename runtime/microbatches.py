@@ -177,12 +177,21 @@ class Batch:
         if self.num == 1:
             return values[0]
         if entry.combine == "concat":
-            assert entry.batch_dim is not None
-            groups, gathered = self._local_groups(entry.sharding, entry.batch_dim)
-            moved = [redistribute(value, entry.sharding, gathered, self.comm) for value in values]
-            whole = join_rows(moved, entry.batch_dim, groups)
-            return redistribute(whole, gathered, entry.sharding, self.comm)
+            return self._concatenated(entry, values)
         return _weighted_sum(values, [self.scale(entry, i) for i in range(self.num)])
+
+    def joined(self, entry: TensorInterface, values: Sequence[Tensor]) -> Tensor:
+        """The gradient of an input of the step from those of its microbatches, which have rows of it, or all."""
+        if self.num == 1:
+            return values[0]
+        return _weighted_sum(values, [1] * self.num) if entry.batch_dim is None else self._concatenated(entry, values)
+
+    def _concatenated(self, entry: TensorInterface, values: Sequence[Tensor]) -> Tensor:
+        assert entry.batch_dim is not None
+        groups, gathered = self._local_groups(entry.sharding, entry.batch_dim)
+        moved = [redistribute(value, entry.sharding, gathered, self.comm) for value in values]
+        whole = join_rows(moved, entry.batch_dim, groups)
+        return redistribute(whole, gathered, entry.sharding, self.comm)
 
     def gradient(self, place: int, gradient: Tensor | None, microbatch: int) -> Tensor | None:
         """The part of an output's (local) gradient that goes to one microbatch; None where it does not depend on it."""

@@ -19,16 +19,36 @@ from autopar.strategies.pipelining.spec import AXIS
 PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_inputs(inputs: Mapping[Any, Any]) -> None:
-    """Raises an AutoparError where an input wants a gradient, which no program makes: it would be lost."""
+def check_inputs(inputs: Mapping[Any, Any], axes: Sequence[str]) -> None:
+    """Raises an AutoparError where an input wants a gradient, and a pipeline gives none: it would be lost."""
     for name, value in inputs.items():
-        if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+        if AXIS in axes and torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
             raise AutoparError(
-                f"input {name} requires a gradient, and a compiled model gives none to its inputs",
-                values=f"{tuple(value.shape)} {value.dtype}".removeprefix("torch."),
+                f"input {name} requires a gradient, which a pipeline does not give",
+                values=f"{tuple(value.shape)} {value.dtype}, the mesh has the axis {AXIS}",
                 remedy="Hand in its .detach() where that gradient is not wanted (a teacher's logits); else compile one "
-                "module whose forward makes the input, too, and calls the model",
+                f"module whose forward makes the input, too, and calls the model, or use a mesh without {AXIS}",
             )
+
+
+def check_made_apart(inputs: Mapping[Any, Any], model: nn.Module) -> None:
+    """Raises an AutoparError where an input of the first batch was computed from the model's own parameters: they are
+    cut at it, and a gradient would go to what they were.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    waiting = [(name, x.grad_fn) for name, x in inputs.items() if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        name, node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (own := names.get(id(getattr(node, "variable", None)))) is not None:
+            raise AutoparError(
+                f"input {name} was computed from {own} before the first batch, at which that is cut",
+                remedy="Give autopar.compile example_inputs, or call the model once before",
+            )
+        waiting += [(name, other) for other, _ in node.next_functions if other is not None]
 
 
 def check_has_logits(axes: Sequence[str]) -> None:

@@ -218,6 +218,12 @@ def whole(x: Any) -> Any:
     return found
 
 
+def as_changed(x: Tensor) -> Tensor:
+    """What a model is given: of an output that somebody looked at the whole, which may have been changed in place."""
+    is_whole = isinstance(x, SeenWhole) and x._is_kept and x._whole is not None and not local_tensor(x).is_meta
+    return whole(x) if is_whole else x
+
+
 def in_pieces_as(x: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as a DTensor placed as `like` is; nothing is sent."""
     assert isinstance(like, DTensor)

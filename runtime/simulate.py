@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from autopar.ir.interface import ProgramInterface
+from autopar.ir.values import gradient_key
 from autopar.runtime.event import Event
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, load_program
-from autopar.runtime.microbatches import make_batch, whole_output
+from autopar.runtime.microbatches import make_batch, whole_batch, whole_output
 from autopar.runtime.pipeline import PipelineProgram
 from autopar.runtime.simulate_pipeline import simulate_pipeline
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
@@ -79,6 +80,11 @@ def simulate(
         if wants_backward and parameter.differentiable and parameter.is_reached(given):
             pieces = [gradient_of(rank.gradients, parameter, number) for number, rank in enumerate(ranks)]
             gradients[parameter.name] = assemble_checked(pieces, parameter, interface, "gradient")
+    for entry in interface.wanted:
+        if wants_backward and entry.is_reached(given):
+            key, whole = gradient_key(entry.name), whole_batch(entry, interface.microbatches)
+            pieces = [rank.gradients[key] for rank in ranks]
+            gradients[key] = assemble_checked(pieces, whole, interface, "gradient of the input")
     events = tuple(rank.events for rank in ranks)
     return SimulationResult(outputs, gradients, events, ranks[0].num_forward_events, updates)
 

@@ -20,7 +20,8 @@ from autopar.runtime.pieces import coordinates
 class SimulationResult:
     """What all ranks together computed.
 
-    outputs: global tensors, in the interface's order. gradients: global, by parameter name (empty without backward).
+    outputs: global tensors, in the interface's order. gradients: global, by parameter name, and of inputs by
+    `gradient_key` (empty without backward).
     events: the collectives of each rank, in order; the first `num_forward_events` of each belong to the forward (with a
     pipeline, whose forwards and backwards alternate, 0 where there is a backward).
     updates: the new values of the buffers that forward changes, by name.

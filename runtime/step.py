@@ -16,6 +16,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, tr
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.input_gradients import InputGradients, as_handed_in, wanted_of
 from autopar.runtime.layout import in_blocks, local_part_shape, piece_of_block, redistribute, resized, shard
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seeds_of, whole_output
@@ -70,7 +71,7 @@ class Step:
         return Forwarded(self._combined(done), self._updates(state), kept, states, held)
 
     def backward(self, states: Sequence[Tensors], saved: Sequence[Any], held: Tensors, grads: Grads) -> Tensors:
-        """All microbatches' backwards; the local gradients by parameter name.
+        """All microbatches' backwards; the local gradients by parameter name, and of inputs by `gradient_key`.
 
         grads: of the step's outputs, local, one for each differentiable output. A microbatch that none of them depends
         on is left out.
@@ -80,11 +81,13 @@ class Step:
         order = [number for number, group in enumerate(groups) if _reached(parts, group)]
         gradients: Tensors = {}
         sums: Tensors = {}
+        inputs = InputGradients(self.batch)
         for number in order:
             group, is_last = groups[number], number == order[-1]
             with self._recorded(group[0]):
                 gradients = self._backward_of(group, states[number], held, saved[number], parts, sums, is_last)
-        return gradients
+            inputs.take(group, gradients)
+        return {**gradients, **inputs.joined()}
 
     def in_turn(self, state: Tensors, find_loss: Callable[[Sequence[Tensor]], int]) -> tuple[Forwarded, Tensors, int]:
         """Forward and backward of one microbatch after the other, so that only one's activations live, or those of as
@@ -273,11 +276,13 @@ def state_of(interface: ProgramInterface, parameters: Sequence[Tensor], buffers:
 def run_step(step: Step, parameters: Sequence[Tensor], buffers: Tensors) -> tuple[list[Tensor], Tensors]:
     """The outputs in the interface's order: scalars plain, larger ones DTensors in their planned sharding; the updates.
 
-    Where gradients are recorded, they lead back to the DTensor parameters; without, nothing is saved.
+    Where gradients are recorded, they lead back to the DTensor parameters, and to the inputs that require one; without,
+    nothing is saved.
     """
     updates: Tensors = {}
-    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-        outputs: Sequence[Tensor] = _Node.apply(step, buffers, updates, *parameters)
+    wanted = wanted_of(step.batch.interface, step.batch.inputs)
+    if torch.is_grad_enabled() and (wanted or any(parameter.requires_grad for parameter in parameters)):
+        outputs: Sequence[Tensor] = _Node.apply(step, buffers, updates, len(parameters), *parameters, *wanted)
     else:
         with torch.no_grad():
             done = step.forward(state_of(step.batch.interface, parameters, buffers))
@@ -314,11 +319,15 @@ def _mesh_of(parameters: Sequence[Tensor]) -> Any:
 
 
 class _Node(torch.autograd.Function):
-    """Inputs: the DTensor parameters. Outputs: this rank's outputs. Both passes are the generated program's."""
+    """Inputs: the DTensor parameters, as many as `count`, then the inputs that require a gradient. Outputs: this rank's
+    outputs. Both passes are the generated program's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, step: Step, buffers: Tensors, updates: Tensors, *parameters: Tensor) -> tuple[Tensor, ...]:
-        interface = step.batch.interface
+    def forward(
+        ctx: Any, step: Step, buffers: Tensors, updates: Tensors, count: int, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        interface, parameters = step.batch.interface, given[:count]
         with torch.no_grad():
             done = step.forward(state_of(interface, parameters, buffers))
         updates.update(done.updates)
@@ -328,7 +337,7 @@ class _Node(torch.autograd.Function):
         ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         ctx.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        ctx.step, ctx.states, ctx.parameters = step, done.states, parameters
+        ctx.step, ctx.states, ctx.parameters, ctx.wanted = step, done.states, parameters, given[count:]
         ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -354,8 +363,9 @@ class _Node(torch.autograd.Function):
                 states, saved, held = done.states, done.saved, done.held
                 del done
             gradients = taken.backward(states, saved, held, given)
+            of_inputs = as_handed_in(taken.batch, gradients, ctx.wanted, places)
         found = _as_dtensors(gradients, ctx.parameters, taken.batch, places)
-        return (None, None, None, *once(found))
+        return (None, None, None, None, *once([*found, *of_inputs]))
 
 
 def once(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -33,6 +33,7 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     request = Attempt(
         model, inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, microbatches=plan.interface.microbatches, pipeline=plan.asked, roots=plan.roots,
+        wanted=plan.wanted,
     )  # fmt: skip
     return dressed(redo(plan, request, tuple(plan.passes or pipeline.DEFAULT)))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autopar.ir.program import Program
+from autopar.ir.values import gradient_of
 from autopar.runtime.simulation import SimulationResult
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def compare(
         floor = noise * total
         if name in rounding and rtol and float(want.double().norm()) < floor:
             floor = max(floor, min(ROUNDINGS * rounding[name], floor) / rtol)
-        rows.append(comparison(f"gradient of {name}", want, have, rtol, atol, floor))
+        rows.append(comparison(f"gradient of {gradient_of(name)}", want, have, rtol, atol, floor))
     norm = torch.tensor(_norm(list(found.gradients.values())), dtype=torch.float64)
     rows.append(comparison("gradient norm", torch.tensor(total, dtype=torch.float64), norm, rtol, atol, 0.0))
     return rows

@@ -38,7 +38,18 @@ from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
 from autopar.passes.emptied import has_values_of, meta_clone
 from autopar.planner.family import Family
-from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, modes_key, shapes_key, to_dtype, values_key
+from autopar.planner.inputs import (
+    Batch,
+    bind_inputs,
+    by_name,
+    family_key,
+    kind_of,
+    modes_key,
+    shapes_key,
+    to_dtype,
+    values_key,
+    without_graph,
+)  # fmt: skip
 from autopar.planner.unread import nobody_reads
 from autopar.planner.with_loss import Loss, Watched, with_loss
 from autopar.runtime.added import Added
@@ -238,6 +249,7 @@ class _Planner:
 
     def prepare_inputs(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         check_cache(inputs)
+        inputs = without_graph(inputs)
         if self.model is not None:
             self._following = self._following or Following(self.blueprint, self.model, self._compiled)
             self._numbers.follow(self._following.follow(), inputs, differentiate)
@@ -322,7 +334,7 @@ class _Planner:
         self.latest = self.latest if plan.views is None and self.latest is not None else plan
         self._by_value[kind] = plan.interface.by_value
         key = (kind, values_key(inputs, plan.interface.by_value))
-        self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))
+        self._executables[key] = self._executable(plan, key, plan.inputs or kind_of(inputs))
         if not plan.interface.by_value:
             self._numbers.planned(kind, self._executables)
         return key
@@ -489,12 +501,3 @@ class _Planner:
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
             self._latest_constants, leaves=plan.output_leaves, repeats=not plan.training and self.loss is None,
         )  # fmt: skip
-
-
-def _kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch without its values, to plan for it once more."""
-    leaves, spec = tracing.tree_flatten(dict(inputs))
-    found: Mapping[str, Any] = tracing.tree_unflatten(
-        [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-    )
-    return found

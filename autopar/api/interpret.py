@@ -19,13 +19,14 @@ from autopar.base.huggingface import huggingface
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.ir.region import Region
-from autopar.ir.values import ValueRef
+from autopar.ir.values import ValueRef, gradient_key
 
 Results = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
 
 def run(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, seed: int = 0) -> Results:
-    """Outputs (in the program's order) and, in training, gradients by parameter name, with 1 as every root's gradient.
+    """Outputs (in the program's order) and, in training, gradients by parameter name, and by `gradient_key` those of
+    inputs that are wanted, with 1 as every root's gradient.
 
     Args:
         state: parameters and buffers by name, whole. inputs: the global batch by input name.
@@ -106,6 +107,10 @@ def _run_forward_graphs(
     leaves = {name: tensor.detach().clone().requires_grad_(name in trainable) for name, tensor in state.items()}
     seen = padded(program, leaves)
     values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
+    for name in sorted(program.wanted if program.training else ()):
+        leaf = inputs[name].detach().clone().requires_grad_()
+        values[ValueRef(name=name)] = leaves[gradient_key(name)] = leaf
+        trainable.append(gradient_key(name))
     for index, call in enumerate(program.calls):
         region = program.region(call.region)
         arguments = [seen[name] for name in call.slots] + [values[ref] for ref in call.arguments]
@@ -211,6 +216,9 @@ def _run_joint_graphs(
         flowing = {ref: torch.full_like(values[ref], roots.get(ref, 1.0)) for ref in program.roots}
         for index in reversed(range(len(program.calls))):
             _add_gradients(program, index, state, values, flowing, gradients, seed)
+        for name in sorted(program.wanted):
+            value = values[ValueRef(name=name)]
+            gradients[gradient_key(name)] = flowing.get(ValueRef(name=name), torch.zeros_like(value))
     shapes = {v.name: v.type.shape for v in program.variables if v.padded is not None}
     return (outputs, {name: trimmed(gradient, shapes.get(name)) for name, gradient in gradients.items()}), values
 

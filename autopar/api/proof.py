@@ -32,7 +32,7 @@ from autopar.base.stored_weights import ways_of
 from autopar.base.torch_compat import tracing
 from autopar.base.torch_compat.functions import run_backward
 from autopar.ir.program import Program
-from autopar.ir.values import ValueRef
+from autopar.ir.values import ValueRef, gradient_key
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.runtime.comm import RecordingComm
@@ -253,7 +253,7 @@ def program_of(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
         together=plan.interface.together, pipeline=_as_planned(plan, mesh),
-        spread=None if scaled else plan.spread, roots=plan.roots,
+        spread=None if scaled else plan.spread, roots=plan.roots, wanted=plan.wanted,
     )  # fmt: skip
     phases = pipeline.Phases.of(plan.passes)
     traced, _ = pipeline.run(request, (*phases.trace, *phases.prepare))
@@ -318,6 +318,9 @@ def expected(
     """
     assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
     model.zero_grad()
+    wanted = {name: tensors[name].detach().clone().requires_grad_() for name in sorted(program.wanted)}
+    if wanted:
+        inputs, tensors = _with(inputs, wanted), {**tensors, **wanted}
     with only(dtype), huggingface.training_capture(model), experts.wide(), torch.set_grad_enabled(program.training):
         if program.microbatches > 1 and draws_of(program, seed):
             results = _by_microbatches(program, model, inputs, source, tensors, seed)
@@ -327,6 +330,7 @@ def expected(
     if program.training:
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         grads = {n: grads[n] for n, p in model.named_parameters() if p.requires_grad or p.grad is not None}
+        grads |= {gradient_key(n): torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
     updates = {name: model.get_buffer(name).detach().clone() for name, _ in program.updates}
     return results, grads, updates
 
@@ -409,6 +413,16 @@ def _eager(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         ) from error
 
 
+def _with(inputs: Mapping[str, Any], others: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    """The batch with other tensors in the place of some, by name."""
+    leaves, spec = tracing.tree_flatten(dict(inputs))
+    paths = [path for path, _ in tracing.tree_leaves_with_path(dict(inputs))]
+    found: Mapping[str, Any] = tracing.tree_unflatten(
+        [others.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)], spec
+    )
+    return found
+
+
 def _by_microbatches(
     program: Program,
     model: nn.Module,
@@ -423,13 +437,11 @@ def _by_microbatches(
     batch = make_batch(load_program(source, "<generated program>"), interface, comm, tensors)
     entries, parts = interface.outputs, list[tuple[torch.Tensor, ...]]()
     scales = [[1.0 if e.combine == "concat" else batch.scale(e, i) or 0.0 for e in entries] for i in range(batch.num)]
-    paths, spec = [path for path, _ in tracing.tree_leaves_with_path(dict(inputs))], tracing.tree_flatten(dict(inputs))
     for i, own in enumerate(scales):
         rows = {entry.name: batch.rows(tensors[entry.name], entry, i).contiguous() for entry in interface.inputs}
-        leaves = [rows.get(path, leaf) for path, leaf in zip(paths, spec[0], strict=True)]
         seed_i = int(seed_of(seed, i, torch.device("cpu")))
         roots = dict(zip(program.outputs, own, strict=True))
-        parts.append(_run(program, model, tracing.tree_unflatten(leaves, spec[1]), seed_i, roots))
+        parts.append(_run(program, model, _with(inputs, rows), seed_i, roots))
     outputs: list[torch.Tensor] = []
     for place, entry in enumerate(entries):
         values = [part[place] for part in parts]

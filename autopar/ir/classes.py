@@ -72,10 +72,10 @@ def value_classes(program: Program) -> Classes:
             join(("slot", call.region, i), ("var", name, 0))
         for i, ref in enumerate(call.arguments):
             join(("in", call.region, i), _source(program, ref))
-            if region.inputs[i].differentiable and ref.call >= 0:
-                source = program.calls[ref.call].region
-                if ref.index in program.region(source).tangents:
-                    join(("gin", call.region, i), ("gout", source, ref.index))
+            if region.inputs[i].differentiable and program.has_gradient(ref):
+                # The gradient of an input goes back to the user as the input came.
+                made = ("gout", program.calls[ref.call].region, ref.index)
+                join(("gin", call.region, i), ("program", ref.name, 0) if ref.call < 0 else made)
     states = program.states
     for name, ref in zip(program.output_names, program.outputs, strict=True):
         if name in states:
@@ -111,7 +111,7 @@ def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
         if region.inputs[i].differentiable:
             # The first call may read an input of the program, whose gradient nobody wants; the others read values.
             sources = [each.arguments[i] for _, each in program.calls_of(region.name)]
-            flowing = (placement.gradients.get((source.call, source.index)) for source in sources)
+            flowing = (_gradient_sharding(program, source) for source in sources)
             found[("gin", region.name, i)] = next(sharding for sharding in flowing if sharding is not None)
     for i in range(len(region.outputs)):
         found[("out", region.name, i)] = placement.values[(index, i)]
@@ -121,6 +121,13 @@ def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
         found[("slot", region.name, i)] = placement.parameters[name].compute
         found[("grad", region.name, i)] = placement.parameters[name].gradient
     return found
+
+
+def _gradient_sharding(program: Program, ref: ValueRef) -> Sharding | None:
+    """How the gradient of what a call reads lies; None where it has none."""
+    if ref.call < 0:
+        return program.placed.inputs[ref.name] if ref.name in program.wanted else None
+    return program.placed.gradients.get((ref.call, ref.index))
 
 
 def value_name(node: fx.Node) -> str:

@@ -14,7 +14,8 @@ which the program keeps parameters gathered once a step; `outputs` is a tuple in
 element's global position, or where microbatches go through together a tuple of one for each. `grads` holds one gradient
 (or None) per differentiable output, in order; `sums` is an empty dict at the start of a step, in which unreduced
 gradients add up over microbatches; when `last`, backward reduces them and returns the local gradients in their
-parameters' stored sharding, by parameter name (else nothing).
+parameters' stored sharding, by parameter name. Gradients of the microbatch's own inputs that are `differentiable` are
+in what it returns each time, under `ir/values.gradient_key(name)`, laid out as the input is.
 `loss_weight(inputs)` is the weight of one global microbatch in the average, such as the number of labels that count.
 
 A program with a pipeline defines `split_inputs`, perhaps `loss_weight`, and, in place of `forward` and `backward`,
@@ -61,10 +62,10 @@ class TensorInterface:
     block: the local shape that the program deals in where pieces are uneven: a parameter's are padded with zeros to it
     before they go in, gradients and outputs trimmed to the rank's piece when they come out.
     gradient: the sharding of its gradient, where it is a differentiable value that travels between stages.
-    depends: an output that depends on trainable parameters, so that a gradient may come for it; where `backward` takes
-    none (`differentiable`), another program is needed then.
-    reached_by: of a parameter, the places of the outputs whose gradients come to it; where none of these has one, it
-    has none, as in eager. None: any may (a plan of an autopar that did not say).
+    depends: an output that depends on trainable parameters, or on inputs whose gradients are wanted, so that a gradient
+    may come for it; where `backward` takes none (`differentiable`), another program is needed then.
+    reached_by: of a parameter or an input, the places of the outputs whose gradients come to it; where none of these
+    has one, it has none, as in eager. None: any may (a plan of an autopar that did not say).
     summed_over: of a parameter that lies whole on the axis over which its gradient is summed last, so that ranks of it
     hold the same bits: that axis.
     """
@@ -151,7 +152,8 @@ class ExpertsInterface:
 class ProgramInterface:
     """The border of a generated program.
 
-    parameters: stored shardings; `differentiable` when trainable and used. buffers: replicated. inputs: in call order.
+    parameters: stored shardings; `differentiable` when trainable and used. buffers: replicated. inputs: in call order,
+    `differentiable` when `backward` returns their gradients.
     outputs: flat, in the order of the model's output pytree; `differentiable` when `backward` takes a gradient for it.
     updates: buffers that `forward` changes. pipeline: where there is one, axes and sizes are those of one stage.
     Shapes are those of one microbatch, of which a step has `microbatches`. by_value: inputs whose values decided what
@@ -198,6 +200,16 @@ class ProgramInterface:
             for each in (self.inputs, self.outputs)
         )
         return replace(self, inputs=inputs, outputs=outputs, microbatches=self.runs, beside="")
+
+    @property
+    def wanted(self) -> tuple[TensorInterface, ...]:
+        """The inputs whose gradients `backward` returns."""
+        return tuple(each for each in self.inputs if each.differentiable)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward has anything to give: gradients of parameters, or of inputs."""
+        return any(each.differentiable for each in (*self.parameters, *self.inputs))
 
     @property
     def states(self) -> frozenset[str]:

@@ -20,12 +20,12 @@ from autopar.ir.op_call import OpCall
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.ir.terms import SCHEME, Tape, Term, Terms, leaf, shifted, short
-from autopar.ir.values import ValueRef
+from autopar.ir.values import ValueRef, gradient_key
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The terms of outputs and updated buffers, in order, and of gradients, by parameter.
+    """The terms of outputs and updated buffers, in order, and of gradients, by parameter; of inputs by `gradient_key`.
 
     Of one microbatch, or two where there are more: that tells what is added up from what is not. steps: every term on
     the way, short (`short`): where a part may be one of several wholes, what is meant is the one that is among them.
@@ -103,7 +103,7 @@ class _Reading:
         return [*given, *(shifted(self.terms, seed_leaf(place), index) for place in seeds)]
 
     def gradients(self) -> dict[str, Term]:
-        """By parameter."""
+        """By parameter, and of the inputs whose gradients are wanted."""
         if not self.program.training:
             return {}
         program, terms = self.program, self.terms
@@ -127,7 +127,11 @@ class _Reading:
                 due.setdefault(ref, []).append(term)
         times = 1 if program.pipeline is not None else min(program.microbatches, 2)
         shapes = {name: program.variable(name).seen.shape for name in found}
-        return {name: terms.total(each * times, shapes[name]) for name, each in found.items()}
+        made = {name: terms.total(each * times, shapes[name]) for name, each in found.items()}
+        for port in program.inputs:  # of each microbatch its own
+            if port.differentiable:
+                made[gradient_key(port.name)] = terms.total(due[ValueRef(name=port.name)], port.type.shape)
+        return made
 
 
 class _Reader:

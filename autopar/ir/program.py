@@ -76,6 +76,7 @@ class AttentionSite:
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
+    inputs: `differentiable` are those whose gradients the user wants.
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves:
     for each of its leaves the output, a text or None. result: what the solver says of the placement. constants: tensors
     that the capture lifted, by buffer name. microbatches: how often a step runs the program before it reduces
@@ -132,6 +133,17 @@ class Program:
         """The placement, which programs have from `place` on."""
         assert self.placement is not None
         return self.placement
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Inputs whose gradients the user wants, by name; each comes back laid out as its input is."""
+        return frozenset(port.name for port in self.inputs if port.differentiable)
+
+    def has_gradient(self, value: ValueRef) -> bool:
+        """Whether the backward makes the gradient of what a call reads."""
+        if value.call < 0:
+            return value.name in self.wanted
+        return value.index in self.region(self.calls[value.call].region).tangents
 
     @property
     def states(self) -> frozenset[str]:

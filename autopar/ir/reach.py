@@ -10,12 +10,13 @@ from torch import fx
 
 from autopar.ir.program import Program
 from autopar.ir.region import Region
-from autopar.ir.values import ValueRef
+from autopar.ir.values import ValueRef, gradient_key
 
 
 def reached_by(program: Program) -> dict[str, frozenset[int]]:
-    """The places of the outputs whose gradients come to a parameter, by its canonical name; of a program that is
-    differentiated. Parameters to which none comes are left out.
+    """The places of the outputs whose gradients come to a parameter, by its canonical name, or to an input whose
+    gradient is wanted, by its `gradient_key`; of a program that is differentiated. Those to which none comes are left
+    out.
     """
     if not program.training:
         return {}
@@ -39,6 +40,7 @@ def reached_by(program: Program) -> dict[str, frozenset[int]]:
             found[canonical[name]] = found.get(canonical[name], frozenset()) | own
         for ref, own in zip(into, places[len(trainable) :], strict=True):
             due[ref] = due.get(ref, frozenset()) | own
+    found.update((gradient_key(name), due.get(ValueRef(name=name), frozenset())) for name in program.wanted)
     return {name: own for name, own in found.items() if own}
 
 

@@ -9,6 +9,16 @@ import torch
 from autopar.ir.tensor_type import TensorType
 
 
+def gradient_key(name: str) -> str:
+    """What `backward` calls the gradient of an input: no parameter's name begins with a dot."""
+    return f".{name}"
+
+
+def gradient_of(key: str) -> str:
+    """What a gradient is of, in words: a parameter's name, or an input by its `gradient_key`."""
+    return f"input {key[1:]}" if key.startswith(".") else key
+
+
 @dataclass(frozen=True, slots=True)
 class Port:
     """A named value that enters or leaves a region or the program.

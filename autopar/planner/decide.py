@@ -18,7 +18,7 @@ from autopar.ir.program import MODES, Mode, Program
 from autopar.machine.mesh import Mesh
 from autopar.passes.pair import TOGETHER
 from autopar.planner.generation import pieces_pinned
-from autopar.planner.inputs import bind_inputs, to_dtype
+from autopar.planner.inputs import bind_inputs, to_dtype, wanted_in, without_graph
 from autopar.planner.microbatches import best_microbatches, check_microbatches
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.planning import best_plan
@@ -68,7 +68,7 @@ def decide(
     asked = asked.read() if asked is not None else None
     if microbatches is not None and microbatches < 1:
         raise AutoparError(f"{microbatches} microbatches", remedy="use 1 or more")
-    inputs, strategies = bind_inputs(model, (), example_inputs), resolve(strategy, mesh)
+    inputs, strategies = without_graph(bind_inputs(model, (), example_inputs)), resolve(strategy, mesh)
     strategies = of_cache(strategies) if inference and states_among(inputs) else strategies
     stage = mesh if asked is None else mesh.without(AXIS)
     request = Attempt(
@@ -84,6 +84,7 @@ def decide(
         pipeline=asked,
         roots=None if roots is None else tuple(roots),
         halves=None if inference else halves,  # as microbatches, which a forward alone has none of
+        wanted=frozenset() if inference else _wanted(inputs, mesh),
         together=TOGETHER if halves and asked is not None and not inference else 1,
         spread=_as_before(strategies, stage, pieces_pinned(inputs, constraints, stage)),
         captured={} if captured is None else captured,
@@ -102,6 +103,27 @@ def decide(
         check_microbatches(request)
     alone = asked is None or inference or microbatches is not None
     return make(request) if alone else best_microbatches(request, make)
+
+
+def _wanted(inputs: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:
+    """The inputs whose gradients the backward returns: those that require one.
+
+    Raises:
+        AutoparError: over a pipeline; of a cache.
+    """
+    names = wanted_in(inputs)
+    if caches := [name for name in names if name.partition(".")[0] in states_among(inputs)]:
+        raise AutoparError(
+            f"input {min(caches)} requires a gradient, and caches have none",
+            remedy="make the cache under torch.no_grad(), or hand it in detached",
+        )
+    if names and AXIS in mesh.axis_names:
+        raise AutoparError(
+            f"input {min(names)} requires a gradient, which a pipeline does not give",
+            values=f"the mesh has the axis {AXIS}",
+            remedy=f"use a mesh without {AXIS}; hand in its .detach() where that gradient is not wanted",
+        )
+    return names
 
 
 def _number(microbatches: int | None, halves: bool | None, inference: bool) -> int:

@@ -176,6 +176,7 @@ def _request(solved: PlanRecord, model: nn.Module, inputs: Mapping[str, Any]) ->
     return Attempt(
         model, inputs, solved.stage_mesh, solved.strategies, solved.pins, solved.memory_limit_bytes, solved.precision,
         solved.training, microbatches=solved.interface.microbatches, pipeline=solved.asked, roots=solved.roots,
+        wanted=solved.wanted,
         rematerialize=solved.rematerialize, spread=solved.spread, together=solved.interface.together,
     )  # fmt: skip
 

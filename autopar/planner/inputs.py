@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import adapters, caches
@@ -79,6 +80,38 @@ def by_name(model: nn.Module, example: Batch) -> Mapping[str, Any]:
     )
 
 
+def without_graph(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch as planning needs it: inputs whose gradients are wanted are leaves that say so, of no other graph."""
+    leaves, spec = tracing.tree_flatten(dict(inputs))
+    found: dict[str, Any] = tracing.tree_unflatten([_without_graph(leaf) for leaf in leaves], spec)
+    return found
+
+
+def _without_graph(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return leaf
+    if not torch.is_grad_enabled():
+        return leaf.detach()
+    in_pieces = isinstance(leaf, DTensor)  # whose values nobody looks at on one rank alone
+    own = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if in_pieces else leaf.detach()
+    return own.requires_grad_()
+
+
+def kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch without its values, to plan for it once more."""
+    leaves, spec = tracing.tree_flatten(dict(inputs))
+    found: Mapping[str, Any] = tracing.tree_unflatten(
+        [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    )
+    return found
+
+
+def wanted_in(inputs: Mapping[str, Any]) -> frozenset[str]:
+    """The inputs whose gradients are wanted, by name: those that require one, as in eager."""
+    leaves = tracing.tree_leaves_with_path(dict(inputs))
+    return frozenset(path for path, value in leaves if isinstance(value, Tensor) and value.requires_grad)
+
+
 def values_key(inputs: Mapping[str, Any], names: Collection[str]) -> tuple[Any, ...]:
     """The values of the inputs that a program is for by their values."""
     leaves = tracing.tree_leaves_with_path(dict(inputs))
@@ -86,11 +119,13 @@ def values_key(inputs: Mapping[str, Any], names: Collection[str]) -> tuple[Any, 
 
 
 def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells one program from another: shapes, dtypes and constants of the inputs, training or not."""
+    """What tells one program from another: shapes, dtypes and constants of the inputs, which of them want a gradient,
+    training or not.
+    """
     leaves: list[Any] = []
     for path, value in tracing.tree_leaves_with_path(dict(inputs)):
         if isinstance(value, Tensor):
-            leaves.append((path, tuple(value.shape), str(value.dtype)))
+            leaves.append((path, tuple(value.shape), str(value.dtype), value.requires_grad))
         else:
             leaves.append((path, repr(value)))
     return (modes_key(model), torch.is_grad_enabled(), *leaves, *caches.layouts_among(inputs))
@@ -123,5 +158,6 @@ def family_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     """What batches have in common that differ in sizes alone."""
     leaves: list[Any] = [modes_key(model), *caches.layouts_among(inputs)]
     for path, value in tracing.tree_leaves_with_path(dict(inputs)):
-        leaves.append((path, value.dim(), str(value.dtype)) if isinstance(value, Tensor) else (path, repr(value)))
+        is_tensor = isinstance(value, Tensor)
+        leaves.append((path, value.dim(), str(value.dtype), value.requires_grad) if is_tensor else (path, repr(value)))
     return tuple(leaves)

@@ -90,7 +90,7 @@ def _path(request: Request, program: Program) -> Path | None:
         FORMAT, torch.__version__, _version(), str(program),
         request.mesh.axes, request.mesh.hardware, _strategies(request), request.pins,
         request.memory_limit_bytes, str(request.precision), request.training, request.microbatches, request.halves,
-        request.whole_mesh.axes, request.pipeline, request.roots,
+        request.whole_mesh.axes, request.pipeline, request.roots, sorted(request.wanted),
     )  # fmt: skip
     return Path(folder) / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
 

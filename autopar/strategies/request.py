@@ -25,7 +25,8 @@ class Request:
     mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
     batch, which a step runs in `microbatches` parts. halves: whether two of these go through the program together
     (`passes/pair.py`); None: where that is predicted faster. memory_limit_bytes: of one rank; None for no limit. roots:
-    the outputs whose gradients a backward takes, by name; None: the loss where there is one, else all.
+    the outputs whose gradients a backward takes, by name; None: the loss where there is one, else all. wanted: the
+    inputs whose gradients it returns, by name.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Request:
     pipeline: PipelineSpec | None = None
     roots: tuple[str, ...] | None = None
     halves: bool | None = None
+    wanted: frozenset[str] = frozenset()
 
     @property
     def whole_mesh(self) -> Mesh:

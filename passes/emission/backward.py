@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from autopar.ir.classes import port_shardings
 from autopar.ir.region import Call, Region
 from autopar.ir.sharding import local_shape
-from autopar.ir.values import ValueRef
-from autopar.passes.emission.literals import inside
+from autopar.ir.values import ValueRef, gradient_key
+from autopar.passes.emission.literals import inside, quoted
 from autopar.passes.emission.names import result_names
 from autopar.passes.emission.parameters import (
     accumulates_in_other_dtype,
@@ -42,7 +42,13 @@ class StepWriter(ForwardWriter):
         if self._in_flight(order):
             lines += self._reductions_begin(order)
         lines += self._backward_calls(order, "backward")
-        return "\n".join([*lines, *self._last_reductions(order), "    return gradients"])
+        return "\n".join([*lines, *self._of_inputs(), *self._last_reductions(order), "    return gradients"])
+
+    def _of_inputs(self) -> list[str]:
+        """The gradients of inputs that are wanted: those of this microbatch."""
+        wanted = [port.name for port in self.program.inputs if port.differentiable]
+        made = [(quoted(gradient_key(name)), self.gradients[ValueRef(name=name)]) for name in wanted]
+        return [f"    gradients[{key}] = {variable}  # of an input" for key, variable in made]
 
     def _is_weighted(self, ref: ValueRef) -> bool:
         batching = self.program.batching
@@ -192,7 +198,7 @@ class StepWriter(ForwardWriter):
 
     def _receive(self, ref: ValueRef, name: str, sums: list[str], indent: str) -> str:
         """The variable for a gradient that comes back for `ref`; added to what is there."""
-        if ref.call < 0 or ref.index not in self.program.region(self.program.calls[ref.call].region).tangents:
+        if not self.program.has_gradient(ref):
             return "_"
         if ref in self.gradients:
             new = self._fresh(f"grad_{name}")
@@ -242,7 +248,7 @@ class StepWriter(ForwardWriter):
                 after += self._given(call.arguments[position], results[-1])
                 continue
             ref = call.arguments[position]
-            if ref not in self.gradients and ref.call >= 0:
+            if ref not in self.gradients and self.program.has_gradient(ref):
                 self.gradients[ref] = self._fresh(f"grad_{self.variables[ref]}")
                 before.append(f"    {self.gradients[ref]} = 0")
             results.append(self._receive(ref, port.name, sums, "        "))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.terms import Term
+from autopar.ir.values import gradient_key, gradient_of
 
 REMEDY = (
     "undo the last edit of the program; one that computes the same in another way, or something else on purpose, runs "
@@ -25,12 +26,16 @@ class Compared:
         self._wrong: dict[str, list[str]] = {"output": [], "buffer": [], "gradient": []}
 
     def border(self) -> None:
-        """Whether the interface has outputs as the user sees them, and hands in the gradients that were planned.
+        """Whether the interface has outputs as the user sees them, hands in the gradients that were planned, and hands
+        back those of inputs.
 
         Raises:
-            AutoparError: an output of another shape, or one whose gradient would be lost, or asked for and not come.
+            AutoparError: an output of another shape, or one whose gradient would be lost, or asked for and not come; an
+                input of which that is so.
         """
         wanted = self._wanted
+        if wanted is not None:
+            self._inputs()
         for place, entry in enumerate(self._interface.outputs):
             if wanted is None or wanted.shapes is None or wanted.roots is None:
                 return
@@ -40,6 +45,11 @@ class Compared:
                 raise _not_planned(
                     entry.name, f"a gradient is {'' if entry.differentiable else 'not '}handed in for it"
                 )
+
+    def _inputs(self) -> None:
+        for entry in self._interface.inputs:
+            if entry.differentiable != (gradient_key(entry.name) in self._gradients):
+                raise _not_planned(entry.name, f"its gradient is {'' if entry.differentiable else 'not '}handed back")
 
     def outputs(self, places: Iterable[int], terms: Sequence[Iterable[Term]]) -> None:
         """Of the outputs at these places."""
@@ -55,14 +65,14 @@ class Compared:
                 self._compare("buffer", name, known[name], found)
 
     def gradients(self, found: Mapping[str, Iterable[Term]]) -> None:
-        """Of parameters."""
+        """Of parameters, and of inputs by their keys."""
         if self._wanted is not None:
             for name, terms in found.items():
                 self._compare("gradient", name, self._gradients[name], terms)
 
     def _compare(self, kind: str, name: str, wanted: Term, found: Iterable[Term]) -> None:
         if wanted not in set(found):
-            self._wrong[kind].append(name)
+            self._wrong[kind].append(gradient_of(name) if kind == "gradient" else name)
 
     def check(self) -> None:
         """Raises:
@@ -83,7 +93,7 @@ class Compared:
 
 def _not_planned(name: str, values: str) -> AutoparError:
     return AutoparError(
-        "the program is not right: an output of its interface is another than was planned",
+        "the program is not right: an output or input of its interface is another than was planned",
         where=name,
         values=values,
         remedy="let autopar plan again",

@@ -19,6 +19,7 @@ from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterfa
 from autopar.ir.meaning import gradient_leaf, input_leaf, parameter_leaf, seed_leaf
 from autopar.ir.sharding import Sharding, replicated
 from autopar.ir.terms import Tape, Term
+from autopar.ir.values import gradient_key
 from autopar.runtime.checker.compared import Compared
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
@@ -218,6 +219,7 @@ class _Border:
         for place, (_, saved) in enumerate(done, start=1):
             grads = tuple(self._tangents(range(len(interface.outputs))).values())
             found = program.backward(self.comm, state, held, saved, grads, sums, place == number)
+            self.meaning.gradients(self._check_inputs_gradients(found))
             if place == number:
                 self.meaning.gradients(self._check_gradients(found, interface.parameters))
 
@@ -248,8 +250,7 @@ class _Border:
     # -- what goes in
 
     def _trains(self) -> bool:
-        outputs = any(entry.differentiable for entry in self.interface.outputs)
-        return outputs and any(entry.differentiable for entry in self.interface.parameters)
+        return any(entry.differentiable for entry in self.interface.outputs) and self.interface.is_trained
 
     def _state(self, parameters: Iterable[TensorInterface]) -> Tensors:
         state: Tensors = {}
@@ -341,6 +342,17 @@ class _Border:
             raise self._wrong("backward returns no gradient", missing[0], None)
         return {  # autograd sees to its dtype
             entry.name: self._check_type(found[entry.name], entry, entry.sharding, "the gradient") for entry in trained
+        }
+
+    def _check_inputs_gradients(self, found: Mapping[str, Tensor]) -> dict[str, list[Term]]:
+        """Of the microbatch's inputs, each laid out as its input is."""
+        wanted = self.interface.wanted
+        if missing := [entry.name for entry in wanted if gradient_key(entry.name) not in found]:
+            raise self._wrong("backward returns no gradient of an input", missing[0], None)
+        keys = {gradient_key(entry.name): entry for entry in wanted}
+        return {
+            key: self._check_type(found[key], entry, entry.sharding, "the gradient of an input")
+            for key, entry in keys.items()
         }
 
     def _check_all(

@@ -38,13 +38,10 @@ def test_numbers_and_gradients_are_eagers(strategy: Any, axes: tuple[str, ...], 
 
 
 def test_what_cannot_be_is_told() -> None:
-    """Breaks if ranks that call a module with other inputs train apart, one that comes alone waits for ever, or the
-    gradient of an input is lost without a word.
-    """
-    for rank, (other, given, came) in enumerate(launch(alone.refused, 2, timeout_s=60.0)):
+    """Breaks if ranks that call a module with other inputs train apart, or one that comes alone waits for ever."""
+    for rank, (other, came) in enumerate(launch(alone.refused, 2, timeout_s=60.0)):
         assert "input 0 of model differs from rank 0's" in other
         assert rank or "rank 0 came alone to call lm_head" in came
-        assert "input inputs_embeds requires a gradient" in given and ".detach()" in given
 
 
 def test_stages_of_others_are_told() -> None:

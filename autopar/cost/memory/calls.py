@@ -152,6 +152,8 @@ class CallCosts(Mapping[str, CallCost]):
             if port.name in placement.inputs:
                 size = _local(port.type.shape, placement.inputs[port.name], mesh) * port.type.dtype.itemsize
                 self.value_bytes[ValueRef(name=port.name)] = size
+                if port.differentiable:
+                    self.gradient_bytes[ValueRef(name=port.name)] = size
         uses: dict[str, int] = {}
         for call in program.calls:
             for name in dict.fromkeys(call.slots):

@@ -135,7 +135,7 @@ class StageMemory:
         refs = {ref for ref in (*self.last_reads, *given) if ref in self.costs.gradient_bytes}
         found = {}
         for ref in refs:
-            if ref.call not in made and ref not in self.stage.receives:
+            if ref.call >= 0 and ref.call not in made and ref not in self.stage.receives:
                 continue
             start = 0 if ref in given else last - self.last_reads[ref] + 1
             found[ref] = (start, last - made[ref.call] if ref.call in made else last + 1)

@@ -272,12 +272,16 @@ class Step(StageMemory):
         return sum(copies)
 
     def _batch(self) -> float:
-        """The whole batch is the user's; pieces of it are made beside. States are there in pieces alone."""
+        """The whole batch is the user's, and so are gradients of it; pieces of it are made beside. States are there in
+        pieces alone.
+        """
         states = self.program.states
         whole = sum(p.type.num_bytes for p in self.program.inputs if p.name not in states) * self.program.microbatches
+        given_back = sum(p.type.num_bytes for p in self.program.inputs if p.differentiable) * self.program.microbatches
         sizes = [(ref.name, size) for ref, size in self.costs.value_bytes.items() if ref.call < 0]
         local = sum(size for name, size in sizes if name not in states)
-        return whole + (local if local != whole else 0.0) + sum(size for name, size in sizes if name in states)
+        held = whole + (local if local != whole else 0.0) + sum(size for name, size in sizes if name in states)
+        return held + given_back
 
     def _outputs(self) -> dict[_Key, float]:
         """Storages of the model's outputs."""

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from autopar.ir.interface import TensorInterface
+from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Shard, Sharding, parse_sharding
+from autopar.ir.values import gradient_key
 from autopar.planner.plan.drawn import RegionView, ValueView, Views
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.pipelining.check import check as check_schedule
@@ -78,7 +79,7 @@ def _check_interface(plan: PlanRecord) -> None:
         _same("updates that mean something", len(meaning.updates), "updates", len(interface.updates))
         if meaning.shapes is not None:
             _same("shapes of outputs", len(meaning.shapes), "outputs", len(outputs))
-        _known("gradients", [name for name, _ in meaning.gradients], [each.name for each in interface.parameters])
+        _known("gradients", [name for name, _ in meaning.gradients], _with_gradients(interface))
     groups = [interface.parameters, interface.buffers, interface.inputs, interface.outputs, interface.updates]
     groups += [each for stage in (interface.pipeline.stages if interface.pipeline else ())
                for each in (stage.receives, stage.sends)]  # fmt: skip
@@ -89,7 +90,7 @@ def _check_interface(plan: PlanRecord) -> None:
     for layer in interface.experts:
         _known("the experts' parameters", layer.parameters, [each.name for each in interface.parameters])
         _known("the experts' axes", [layer.axis, *layer.token_axes], interface.axes)
-    for each in interface.parameters:
+    for each in (*interface.parameters, *interface.inputs):
         if any(not 0 <= place < len(interface.outputs) for place in each.reached_by or ()):
             raise ValueError(f"{each.name[:60]} is reached by {each.reached_by[:8] if each.reached_by else ()}")
         if each.summed_over and each.summed_over not in interface.axes:
@@ -97,6 +98,12 @@ def _check_interface(plan: PlanRecord) -> None:
     leaves = [leaf for leaf in plan.output_leaves if isinstance(leaf, int)]
     if any(not 0 <= leaf < len(interface.outputs) for leaf in leaves):
         raise ValueError(f"output_leaves are {leaves[:8]}, and there are {len(interface.outputs)} outputs")
+
+
+def _with_gradients(interface: ProgramInterface) -> list[str]:
+    """What a gradient may be of: parameters, and inputs by their keys."""
+    wanted = interface.of_program().wanted
+    return [*(each.name for each in interface.parameters), *(gradient_key(each.name) for each in wanted)]
 
 
 def _check_tensor(tensor: TensorInterface) -> None:

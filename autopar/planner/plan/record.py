@@ -144,6 +144,11 @@ class PlanRecord:
         return tuple(each.name for each in self.interface.outputs if each.differentiable) if self.training else None
 
     @property
+    def wanted(self) -> frozenset[str]:
+        """The inputs whose gradients the backward returns."""
+        return frozenset(each.name for each in self.interface.wanted)
+
+    @property
     def strategy(self) -> str:
         return describe(self.strategies, self.stage_mesh, self.asked)
 

@@ -46,6 +46,7 @@ def request_of(plan: PlanRecord) -> Attempt:
         plan.model, plan.inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, rematerialize=plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
         pipeline=plan.asked, spread=plan.spread, roots=plan.roots,
+        wanted=plan.wanted,
     )  # fmt: skip
 
 
