@@ -28,7 +28,7 @@ class Shifted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)])
 
     def forward(self, x: Tensor, shift: Tensor, unread: Tensor) -> Mapping[str, Tensor]:
         h = self.first(x)
