@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.api.agreed import agreed_plan
-from autopar.api.compile import device_mesh_of
 from autopar.api.plan import Plan
+from autopar.api.planning import device_mesh_of
 from autopar.api.planning import plan as make_plan
 from autopar.api.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
 from autopar.base import environment

@@ -26,8 +26,8 @@ from autopar.api.generation import Generation, GenerationPlan, may_choose, phase
 from autopar.api.lengths import Padding
 from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
+from autopar.api.planning import device_mesh_of, written
 from autopar.api.planning import plan as make_fresh_plan
-from autopar.api.planning import written
 from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.api.whole_rows import WholeRows
 from autopar.base import environment
@@ -62,13 +62,6 @@ from autopar.strategies.pipelining.spec import AXIS
 logger = logging.getLogger("autopar")
 Module = TypeVar("Module", bound=nn.Module)
 Found = TypeVar("Found")
-
-
-def device_mesh_of(mesh: Mesh) -> str:
-    """The call that makes the devices of a mesh, as one writes it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = tuple(size for _, size in mesh.axes)
-    return f'torch.distributed.init_device_mesh("{device}", {sizes}, mesh_dim_names={mesh.axis_names})'
 
 
 def compile(

@@ -30,6 +30,13 @@ from autopar.views.graphs import views_of, with_places
 from autopar.views.step_memory import step_views
 
 
+def device_mesh_of(mesh: Mesh) -> str:
+    """The call that makes the devices of a mesh, as one writes it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = tuple(size for _, size in mesh.axes)
+    return f'torch.distributed.init_device_mesh("{device}", {sizes}, mesh_dim_names={mesh.axis_names})'
+
+
 def dressed(record: PlanRecord) -> Plan:
     """The plan of a record. Records that are only compared are never dressed: text and views take time."""
     program = record.program
