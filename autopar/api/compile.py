@@ -29,7 +29,7 @@ from autopar.api.plan import Plan
 from autopar.api.planning import device_mesh_of, written
 from autopar.api.planning import plan as make_fresh_plan
 from autopar.api.stored import pins_for, pins_of, states_of
-from autopar.api.whole_rows import WholeRows
+from autopar.api.undivided import Undivided
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import packing
@@ -201,7 +201,7 @@ class _Planner:
         self.loss = None if loss is None else Watched(loss)
         self.blueprint, self.mesh, self.options, self.given, self.program = blueprint, mesh, options, plan, program
         self.ways = ways_for(plan, options["strategy"], mesh)
-        self.whole = WholeRows.of(plan, options["strategy"], mesh, options["microbatches"])
+        self.undivided = Undivided.of(plan, options["strategy"], mesh, options["microbatches"])
         self.model: Any = None
         self.first: Plan | None = None
         self.latest: Plan | None = None
@@ -257,7 +257,7 @@ class _Planner:
         if self.first is None and (longest := self._additions.longest(inputs, found)) is not None:
             self._prepared(longest, differentiate)  # whose placement, held against the memory limit, serves all
         batch = inputs if found is None else Added(found.inputs, ()).pad_tree(inputs)
-        pieces = self.whole.pieces_by(None if self.first is None else self.first.interface)
+        pieces = self.undivided.pieces_by(None if self.first is None else self.first.interface)
         rows = self._additions.rows(batch, pieces, self._told, training=differentiate)
         executable = self._prepared(batch if rows is None else rows.pad_tree(batch), differentiate)
         return executable if found is None and rows is None else self._with(executable, found, rows)
@@ -407,7 +407,7 @@ class _Planner:
         return plan
 
     def _family_of(self, inputs: Mapping[str, Any], differentiate: bool) -> object:
-        return family_key(self.blueprint, inputs), differentiate, self.whole.left(inputs)
+        return family_key(self.blueprint, inputs), differentiate, self.undivided.kind(inputs)
 
     def _plan(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
         key = self._family_of(inputs, differentiate)
@@ -456,14 +456,11 @@ class _Planner:
                 )  # fmt: skip
             options["constraints"] = [*pins_of(self.first.interface), *pins_for(self._states, inputs)]
             options["strategy"] = same_stages(self.first, options["strategy"])
-        options["constraints"] = [*options["constraints"], *self.whole.pins(inputs)]
-        self.whole.tell(inputs)
         if self.given is not None and self.first is None:
             plan = replan(self.given, self.blueprint, inputs, self.mesh)
         else:
-            plan = make_fresh_plan(
-                self.blueprint, self.mesh, example_inputs=inputs, inference=not differentiate, **options
-            )
+            options |= {"example_inputs": inputs, "inference": not differentiate}
+            plan = self.undivided.planned(self.mesh, options, partial(make_fresh_plan, self.blueprint, self.mesh))
         plan = self._as_stored(plan)
         if self.program is not None and self.first is None:
             plan = plan.with_source(self.program)

@@ -23,7 +23,7 @@ from autopar.planner.microbatches import best_microbatches, check_microbatches
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.planning import best_plan
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.context import Spread, of_cache
+from autopar.strategies.context import SequenceDoesNotDivide, Spread, of_cache, of_whole_sequence
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
 from autopar.strategies.request import Attempt, Progress
@@ -97,7 +97,14 @@ def decide(
     modes: tuple[Mode, ...] = tuple(mode for mode in MODES if rematerialize in ("auto", mode))
 
     def make(request: Attempt) -> PlanRecord:
-        return best_plan(request, steps, modes, progress)
+        try:
+            return best_plan(request, steps, modes, progress)
+        except SequenceDoesNotDivide:  # as that of a token does not, whatever splits a prompt
+            whole = of_whole_sequence(strategies)
+            if not inference or whole == strategies:
+                raise
+            spread = _as_before(whole, stage, pieces_pinned(inputs, constraints, stage))
+            return best_plan(replace(request, strategies=whole, spread=spread), steps, modes, progress)
 
     if asked is not None and microbatches is not None and not inference:
         check_microbatches(request)

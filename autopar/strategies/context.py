@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
-from autopar.strategies.axis import ANY_COLLECTIVE, AUTO, AxisStrategy
+from autopar.strategies.axis import ANY_COLLECTIVE, AUTO, TENSOR, TENSOR_SEQUENCE, AxisStrategy
 
 ULYSSES = AxisStrategy(
     "ulysses",
@@ -75,6 +75,22 @@ SPLIT_KV = AxisStrategy(
     around_attention=frozenset({"slice", "all_reduce", "all_gather", "reduce_scatter"}),
 )
 CONTEXT = (ULYSSES, ALLGATHER_KV, RING, SPLIT_KV)
+WHOLE = tuple(
+    replace(
+        each,
+        name=f"{each.name}:whole",
+        shards="nothing: the axis does not divide this sequence",
+        communicates="gradients as ddp",
+        inputs="replicate",
+        hidden="free",
+        sequence=False,
+        attention="free",
+        zigzag=False,
+        around_attention=frozenset({"slice"}),
+    )
+    for each in (ULYSSES, ALLGATHER_KV, RING)
+)
+"""What the ones that split the sequence are where they do not divide it; parameters lie where they did."""
 USP_ROW = (
     "cp0=ring,cp1=ulysses",
     "the sequence over both; inside attention the heads over the second, a ring over the first",
@@ -117,6 +133,18 @@ def outside_attention(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
 def of_cache(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
     """What strategies are for a program with a cache: those that split the sequence of a batch split its length."""
     return tuple(SPLIT_KV if splits_sequence(each) else each for each in strategies)
+
+
+class SequenceDoesNotDivide(AutoparError):
+    """A sequence that an axis is to split, and does not divide."""
+
+
+def of_whole_sequence(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
+    """What strategies are for a sequence that they do not divide: it is whole on their axes, and parameters lie where
+    they did.
+    """
+    whole = {each.name: each for each in WHOLE}
+    return tuple(TENSOR if each is TENSOR_SEQUENCE else whole.get(f"{each.name}:whole", each) for each in strategies)
 
 
 def ways_of_cache(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:

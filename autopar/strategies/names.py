@@ -48,7 +48,7 @@ from autopar.strategies.axis import (
     AxisStrategy,
     ParameterMode,
 )
-from autopar.strategies.context import CONTEXT, USP_ROW, check_order, is_context_axis
+from autopar.strategies.context import CONTEXT, USP_ROW, WHOLE, check_order, is_context_axis
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec, parse_spec
 
 __all__ = [
@@ -70,7 +70,7 @@ STRATEGIES: Mapping[str, AxisStrategy] = {
     "fsdp": ZERO3,
     "hsdp": HSDP_INSIDE,
 }
-_PARTS = {strategy.name: strategy for strategy in (HSDP_ACROSS, HSDP_INSIDE)}
+_PARTS = {strategy.name: strategy for strategy in (HSDP_ACROSS, HSDP_INSIDE, *WHOLE)}
 _TENSOR_FAMILY = (TENSOR, TENSOR_SEQUENCE, TENSOR_2D)
 
 Strategy = str | AxisStrategy | PipelineSpec | Mapping[str, "str | AxisStrategy | PipelineSpec"]

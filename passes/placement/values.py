@@ -18,7 +18,7 @@ from autopar.passes.placement.layouts import layouts_of
 from autopar.passes.placement.parts import Parts
 from autopar.passes.placement.pieces import lengths_in_pieces
 from autopar.solver.problem import Usage
-from autopar.strategies.context import splits_sequence
+from autopar.strategies.context import SequenceDoesNotDivide, splits_sequence
 
 
 class ValueClasses(Parts):
@@ -123,7 +123,7 @@ class ValueClasses(Parts):
         if kept:
             return kept
         name, size = self.mesh.axis_names[axis], self.sizes[axis]
-        raise AutoparError(
+        raise SequenceDoesNotDivide(
             f"the sequence cannot split over {name}={size}",
             where=self._describe_class(members, type_),
             values=f"no dim between the batch and the last of {type_} is a multiple of {size}",

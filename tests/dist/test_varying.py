@@ -39,6 +39,24 @@ def test_a_loop_over_random_lengths(
         assert len([text for text in found["said"] if "another shape" in text]) == (rank == 0)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "strategy"), [("tp", "tensor+sequence"), ("cp", "ring"), ("cp", "ulysses")])
+def test_lengths_that_an_axis_does_not_divide(axis: str, strategy: str) -> None:
+    """Breaks if a sequence that cannot be split ends a loop, if what is whole is summed over its ranks, or if lengths
+    that divide are solved for again and again, or stay whole.
+    """
+    work = ("gpt2", (axis,), (2,), strategy, 8, None, 1, {})
+    for found in launch(varying.loop, 2, *work, timeout_s=300.0):
+        (losses, sums), (own_losses, own_sums) = found["ours"], found["theirs"]
+        assert losses == pytest.approx(own_losses, rel=1e-9, abs=1e-9)
+        assert sums == pytest.approx(own_sums, rel=1e-9)
+        assert found["solved"] <= 6, (
+            "training and evaluation: of lengths that divide, and twice of others, once in vain"
+        )
+        assert len([text for text in found["said"] if "Each of its ranks computes all" in text]) <= 1
+
+
 def test_fifty_lengths_are_solved_for_once() -> None:
     """Breaks if a length is solved for again, if programs are traced that follow from others, or if one is wrong."""
     first, second = launch(varying.many, 2, "gpt2", "zero3", 50, timeout_s=400.0)

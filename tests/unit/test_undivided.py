@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api.whole_rows import WholeRows
+from autopar.api.undivided import Undivided
 from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
 from autopar.ir.sharding import REPLICATE
+from autopar.strategies.context import SequenceDoesNotDivide
+from autopar.strategies.names import by_name
 
 
 class Net(nn.Module):
@@ -49,16 +53,16 @@ def mesh(text: str) -> autopar.Mesh:
 )
 def test_axes_that_do_not_split_a_batch(axes: str, strategy: object, rows: int, left: object) -> None:
     """Breaks if an axis that divides what others leave counts as one that does not, or one that splits no rows."""
-    assert WholeRows.of(None, strategy, mesh(axes), None).left(batch(rows)) == left  # type: ignore[arg-type]
+    assert Undivided.of(None, strategy, mesh(axes), None).left(batch(rows)) == left  # type: ignore[arg-type]
 
 
 def test_pieces_are_of_what_is_named_and_of_the_first_plan() -> None:
     """Breaks if a first batch that does not divide gets no rows, or if one that goes in parts gets some."""
-    assert WholeRows.of(None, "zero3", mesh("dp=2,fsdp=2"), None).pieces_by(None) == 4
-    assert WholeRows.of(None, "zero3", mesh("dp=2,fsdp=2"), 2).pieces_by(None) == 1
+    assert Undivided.of(None, "zero3", mesh("dp=2,fsdp=2"), None).pieces_by(None) == 4
+    assert Undivided.of(None, "zero3", mesh("dp=2,fsdp=2"), 2).pieces_by(None) == 1
     plan = autopar.plan(nn.Linear(4, 4), mesh("dp=2"), example_inputs=(torch.randn(4, 4),), strategy="ddp")
-    assert WholeRows.of(None, "auto", mesh("dp=2"), None).pieces_by(plan.interface) == 2
-    assert WholeRows.of(plan, "auto", mesh("dp=2"), None).left(batch(3)) == (("dp", 2),)
+    assert Undivided.of(None, "auto", mesh("dp=2"), None).pieces_by(plan.interface) == 2
+    assert Undivided.of(plan, "auto", mesh("dp=2"), None).left(batch(3)) == (("dp", 2),)
 
 
 @pytest.mark.moderate
@@ -80,7 +84,7 @@ def test_one_prompt_is_whole_where_nothing_is_trained() -> None:
 @pytest.mark.parametrize(("axes", "rows", "split"), [("dp=2", 3, set()), ("dp=2,fsdp=2", 6, {"dp"})])
 def test_pins_keep_a_batch_whole_in_training(axes: str, rows: int, split: set[str]) -> None:
     """Breaks if a gradient of rows that every rank has is summed over them, or an axis that divides splits nothing."""
-    whole = WholeRows.of(None, "zero3", mesh(axes), None)
+    whole = Undivided.of(None, "zero3", mesh(axes), None)
     pins = whole.pins(batch(rows))
     assert {pin.pattern for pin in pins} == {"x", "y"}
     assert all(placement == REPLICATE for pin in pins for _, placement in pin.placements)
@@ -91,9 +95,48 @@ def test_pins_keep_a_batch_whole_in_training(axes: str, rows: int, split: set[st
         assert {name for name, p in zip(names, each.sharding, strict=True) if p != REPLICATE} == split
 
 
+@pytest.mark.parametrize("strategy", ["tensor+sequence", "ring", "ulysses", "allgather_kv"])
+def test_a_sequence_that_does_not_divide_is_whole(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Breaks if parameters lie elsewhere for it, other axes do something else, or nobody hears of it."""
+    axis = "tp" if strategy.startswith("tensor") else "cp"
+    over, asked = mesh(f"dp=2,{axis}=2"), {"dp": "ddp", axis: strategy}
+    undivided = Undivided.of(None, asked, over, None)
+    assert undivided.kind({"x": torch.zeros(4, 12)}) != undivided.kind({"x": torch.zeros(4, 11)})
+    assert undivided.kind({"x": torch.zeros(4, 11)}) == undivided.kind({"x": torch.zeros(4, 7)})
+    made: list[Any] = []
+
+    def make(**options: Any) -> Any:
+        made.append(options["strategy"])
+        if len(made) == 1:
+            raise SequenceDoesNotDivide("the sequence cannot split")
+        return "a plan"
+
+    options = {"example_inputs": batch(4), "constraints": (), "strategy": asked}
+    assert undivided.planned(over, options, make) == "a plan"
+    assert made[1]["dp"] is by_name("ddp")
+    assert made[1][axis] is by_name("tensor" if axis == "tp" else f"{strategy}:whole")
+    assert made[1][axis].parameters == by_name(strategy).parameters
+    (text,) = caplog.messages
+    assert "Each of its ranks computes all of it" in text
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("strategy", ["tensor+sequence", "ring"])
+def test_what_is_not_trained_may_have_any_length(strategy: str) -> None:
+    """Breaks if a token, a sequence of one, is refused under a strategy that splits a prompt's; or if training has a
+    slip in a length computed whole on each rank.
+    """
+    loaded = catalogue.load("gpt2", tiny=True, batch=(2, 11), device="cpu")
+    given: dict[str, Any] = {"example_inputs": {"input_ids": loaded.batch["input_ids"]}, "strategy": strategy}
+    plan = autopar.plan(loaded.model.eval(), mesh("cp=2"), inference=True, **given)
+    assert plan.verify().ok
+    with pytest.raises(AutoparError, match="the sequence cannot split over cp=2"):
+        autopar.plan(loaded.model.train(), mesh("cp=2"), **given)
+
+
 def test_the_price_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Breaks if nobody hears that ranks compute the same, or everybody does with each batch."""
-    whole = WholeRows.of(None, "zero3", mesh("dp=2,fsdp=2"), None)
+    whole = Undivided.of(None, "zero3", mesh("dp=2,fsdp=2"), None)
     with caplog.at_level(logging.WARNING, "autopar"):
         whole.tell(batch(4))
         assert not caplog.messages

@@ -1,0 +1,120 @@
+"""Batches that axes do not divide: rows, to which none can be added, or the sequence. Those axes keep what they would
+split whole, and each of their ranks computes all of it. A price, never another result.
+
+    4 rows over dp=2 → 2 each     5 rows, no rows can be added → 5 on each rank of dp, nothing to sum over it
+    12 tokens over tp=2, tensor+sequence → norms of 6 each     11 tokens → as tensor
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from autopar.api.added_rows import pieces_of, rows_of
+from autopar.api.plan import Plan
+from autopar.base.torch_compat import tracing
+from autopar.ir.interface import ProgramInterface
+from autopar.ir.sharding import REPLICATE
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import SequenceDoesNotDivide, of_whole_sequence
+from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
+from autopar.strategies.pipelining.spec import AXIS
+
+logger = logging.getLogger("autopar")
+
+Axes = tuple[tuple[str, int], ...]
+
+
+class Undivided:
+    """Of a model on a mesh. rows, sequence: the axes that split one or the other, whatever the rest of a placement is.
+    is_cut: whether batches go through the program in parts, or its stages.
+    """
+
+    def __init__(self, strategies: Sequence[AxisStrategy], mesh: Mesh, is_cut: bool) -> None:
+        named = [(axis, each) for axis, each in zip(mesh.axes, strategies, strict=True) if axis[1] > 1]
+        self.rows: Axes = tuple(axis for axis, each in named if each.inputs == "batch")
+        self.sequence: Axes = tuple(axis for axis, each in named if each.hidden == "split")
+        self.is_cut = is_cut
+        self._told: set[str] = set()
+
+    @staticmethod
+    def of(plan: Plan | None, strategy: Strategy, mesh: Mesh, microbatches: int | None) -> Undivided:
+        """Of strategies by name, or of the plan that was handed in.
+
+        Raises:
+            AutoparError: a strategy that the mesh cannot have.
+        """
+        if plan is not None:
+            parts = plan.interface.microbatches > 1 or plan.pipeline is not None
+            return Undivided(plan.strategies, plan.stage_mesh, parts)
+        is_staged = pipeline_of(strategy, mesh) is not None
+        stage = mesh.without(AXIS) if is_staged else mesh
+        return Undivided(resolve(strategy, mesh), stage, is_staged or (microbatches or 1) > 1)
+
+    def pieces_by(self, first: ProgramInterface | None) -> int:
+        """In how many pieces rows are cut: by strategies by name, or as a first plan has them; 1 where neither says."""
+        named = 1 if self.is_cut else math.prod(size for _, size in self.rows)
+        return max(named, 1 if first is None else pieces_of(first))
+
+    def left(self, inputs: Mapping[str, Any]) -> Axes:
+        """The axes that do not split the rows of a batch: from the first on, each that divides what is left does."""
+        rows, found = rows_of(inputs), []
+        for name, size in self.rows:
+            if rows % size:
+                found.append((name, size))
+            else:
+                rows //= size
+        return tuple(found)
+
+    def kind(self, inputs: Mapping[str, Any]) -> object:
+        """What batches have in common of which one placement serves all, as far as it goes by what divides them."""
+        leaves = [x for _, x in tracing.tree_leaves_with_path(dict(inputs)) if isinstance(x, Tensor)]
+        lengths = {size for x in leaves for size in x.shape[1:]}
+        return self.left(inputs), tuple(frozenset(each % size == 0 for each in lengths) for _, size in self.sequence)
+
+    def planned(self, mesh: Mesh, options: Mapping[str, Any], make: Callable[..., Plan]) -> Plan:
+        """A plan for a batch in which what the axes do not divide is whole on them.
+
+        options: of a plan, `example_inputs` among them. make: of options.
+
+        Raises:
+            AutoparError: anything else that stands in the way.
+        """
+        inputs = options["example_inputs"]
+        options = {**options, "constraints": [*options["constraints"], *self.pins(inputs)]}
+        self.tell(inputs)
+        try:
+            return make(**options)
+        except SequenceDoesNotDivide as error:
+            self._tell("sequence", "autopar: %s Each of its ranks computes all of it (said once)", error)
+            asked = pipeline_of(options["strategy"], mesh)
+            names = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
+            strategies = of_whole_sequence(resolve(options["strategy"], mesh))
+            stages = {} if asked is None else {AXIS: asked}
+            return make(**{**options, "strategy": {**stages, **dict(zip(names, strategies, strict=True))}})
+
+    def pins(self, inputs: Mapping[str, Any]) -> list[Pin]:
+        """That keep a batch whole where it does not divide."""
+        whole = tuple((name, REPLICATE) for name, _ in self.left(inputs))
+        leaves = tracing.tree_leaves_with_path(dict(inputs)) if whole else ()
+        return [Pin(path, whole, taken=True) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+
+    def tell(self, inputs: Mapping[str, Any]) -> None:
+        """Once, what a batch that is whole costs."""
+        over = self.left(inputs)
+        if over:
+            self._tell(
+                "rows", "autopar: %d rows do not divide over %s: each of its ranks computes all of them, %d times the "
+                "work of rows that do (said once)", rows_of(inputs),
+                " × ".join(f"{name}={size}" for name, size in over), math.prod(size for _, size in over),
+            )  # fmt: skip
+
+    def _tell(self, what: str, text: str, *values: object) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning(text, *values)
