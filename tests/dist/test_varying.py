@@ -51,9 +51,8 @@ def test_lengths_that_an_axis_does_not_divide(axis: str, strategy: str) -> None:
         (losses, sums), (own_losses, own_sums) = found["ours"], found["theirs"]
         assert losses == pytest.approx(own_losses, rel=1e-9, abs=1e-9)
         assert sums == pytest.approx(own_sums, rel=1e-9)
-        assert found["solved"] <= 6, (
-            "training and evaluation: of lengths that divide, and twice of others, once in vain"
-        )
+        # Training and evaluation: of lengths that divide (dealt zigzag, and not), and twice of others, once in vain.
+        assert found["solved"] <= 8
         assert len([text for text in found["said"] if "Each of its ranks computes all" in text]) <= 1
 
 

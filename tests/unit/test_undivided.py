@@ -112,7 +112,8 @@ def test_a_sequence_that_does_not_divide_is_whole(strategy: str, caplog: pytest.
         return "a plan"
 
     options = {"example_inputs": batch(4), "constraints": (), "strategy": asked}
-    assert undivided.planned(over, options, make) == "a plan"
+    found: Any = undivided.planned(over, options, make)
+    assert found == "a plan"
     assert made[1]["dp"] is by_name("ddp")
     assert made[1][axis] is by_name("tensor" if axis == "tp" else f"{strategy}:whole")
     assert made[1][axis].parameters == by_name(strategy).parameters
