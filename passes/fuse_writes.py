@@ -2,11 +2,13 @@
 
 Requires: phase `differentiated`.
 Ensures: the same phase and numbers. On `cuda`, where its kernel runs (`Hardware.fused_kernels`), queries and keys that
-    are rotated by the same tables, of at most `FEW_QUERIES` tokens, keys that go nowhere but into a cache, and values
-    written at the same positions, are `autopar.rotary_write`; of caches of codes with what encodes both.
+    are rotated by the same tables, the whole of a head or its first part, of at most `FEW_QUERIES` tokens, keys that go
+    nowhere but into a cache, and values written at the same positions, are `autopar.rotary_write`; of caches of codes
+    with what encodes both.
 
     q' = rotary(q, cos, sin); k' = rotary(k, cos, sin)     →  q', keys', values' = rotary_write(
     keys' = index_copy(keys, 2, at, k'); values' = …              q, k, v, cos, sin, keys, values, at)
+    q' = cat([rotary(q[..., :R], cos, sin), q[..., R:]]); …    →  the same
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.base.codes import STORAGES
 from autopar.base.torch_compat import tracing
 from autopar.cost.local_work import FEW_QUERIES
-from autopar.ir.nodes import NAME, copy_graph, drop_dead, dtype_of, shape_of
+from autopar.ir.nodes import NAME, argument, copy_graph, drop_dead, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.mesh import Mesh
@@ -66,13 +68,22 @@ class _Put:
         return [write.args[0] for write in self.writes]
 
 
+@dataclass(frozen=True, slots=True)
+class _Turned:
+    """Queries or keys that a node gives, x rotated by tables (cos, sin): the whole of each head or its first part."""
+
+    node: fx.Node
+    x: Any
+    tables: tuple[Any, ...]
+
+
 def _rewrite(region: Region, ranks: int) -> Region:
     graph, _ = copy_graph(region.graph)
     origins, added = dict(region.origins), set[str]()
     for at in dict.fromkeys(node.args[2] for node in graph.nodes if _is_write(node)):
         found = _match(graph, at, ranks)
         for made in _replace(graph, at, *found) if found is not None else ():
-            origins[made.name] = region.origins.get(found[0].name, "")  # type: ignore[index]
+            origins[made.name] = region.origins.get(found[0].node.name, "")  # type: ignore[index]
             added.add(made.name)
     if not added:
         return region
@@ -82,18 +93,20 @@ def _rewrite(region: Region, ranks: int) -> Region:
     return replace(region, graph=graph, origins=origins, forward_nodes=left)
 
 
-def _match(graph: fx.Graph, at: Any, ranks: int) -> tuple[fx.Node, _Put, _Put] | None:
+def _match(graph: fx.Graph, at: Any, ranks: int) -> tuple[_Turned, _Turned, _Put, _Put] | None:
     """Queries, keys and values of what is written at these positions; None where it is anything else, or where as many
     ranks as may share the heads cannot have equally many of keys: they would split queries alone.
     """
     puts = list(_puts([node for node in graph.nodes if _is_write(node) and node.args[2] is at]))
-    turned = [put for put in puts if put.source.target is _own.rotary.default]
+    turned = [(put, each) for put in puts if (each := _turned(put.source)) is not None]
     if len(puts) != 2 or len(turned) != 1:
         return None
-    (keys,) = turned
+    ((keys, keys_turned),) = turned
     (values,) = (put for put in puts if put is not keys)
     key = keys.source
-    queries = [node for node in graph.nodes if node is not key and _rotates_alike(node, key)]
+    others = (_turned(node) for node in graph.nodes if node is not key)
+    found = [other for other in others if other is not None and _is_alike(other, keys_turned)]
+    queries = [other.node for other in found]
     if len(queries) != 1 or shape_of(key)[_LENGTH] > FEW_QUERIES:
         return None
     fits = (
@@ -104,7 +117,32 @@ def _match(graph: fx.Graph, at: Any, ranks: int) -> tuple[fx.Node, _Put, _Put] |
         and dtype_of(queries[0]) == dtype_of(key) == dtype_of(values.source)
         and set(key.users) <= {*keys.between, *keys.writes}
     )
-    return (queries[0], keys, values) if fits else None
+    return (found[0], keys_turned, keys, values) if fits else None
+
+
+def _turned(node: fx.Node) -> _Turned | None:
+    """What is rotated where a node gives it: x, or x of which a first part is, and the rest as it is."""
+    if node.target is _own.rotary.default:
+        return _Turned(node, node.args[0], node.args[1:])
+    if node.target is not _aten.cat.default or argument(node, 1, "dim", 0) not in (-1, 3) or len(shape_of(node)) != 4:
+        return None
+    parts: Any = node.args[0]
+    if len(parts) != 2 or parts[0].target is not _own.rotary.default:
+        return None
+    first, rest = parts[0].args[0], parts[1]
+    x, wide = first.args[0] if first.target is _aten.slice.Tensor else None, shape_of(first)[-1]
+    whole = x is not None and shape_of(x) == shape_of(node) and _is_cut(first, x, 0, wide)
+    is_part = whole and wide % 2 == 0 and _is_cut(rest, x, wide, shape_of(node)[-1])
+    return _Turned(node, x, parts[0].args[1:]) if is_part else None
+
+
+def _is_cut(node: fx.Node, x: Any, start: int, stop: int) -> bool:
+    """Whether a node is x[..., start:stop] of x with four dims."""
+    if node.target is not _aten.slice.Tensor or node.args[0] is not x or argument(node, 1, "dim", 0) not in (-1, 3):
+        return False
+    end = argument(node, 3, "end")
+    end = shape_of(x)[-1] if end is None else min(end, shape_of(x)[-1])
+    return ((argument(node, 2, "start") or 0), end, argument(node, 4, "step", 1)) == (start, stop, 1)
 
 
 def _is_write(node: fx.Node) -> bool:
@@ -113,9 +151,9 @@ def _is_write(node: fx.Node) -> bool:
     return node.args[1] in (_LENGTH, _LENGTH - 4)
 
 
-def _rotates_alike(node: fx.Node, key: fx.Node) -> bool:
-    alike = node.target is _own.rotary.default and node.args[1:] == key.args[1:]
-    return alike and shape_of(node)[0] == shape_of(key)[0] and shape_of(node)[2:] == shape_of(key)[2:]
+def _is_alike(query: _Turned, key: _Turned) -> bool:
+    own, others = shape_of(query.node), shape_of(key.node)
+    return query.tables == key.tables and own[0] == others[0] and own[2:] == others[2:]
 
 
 def _puts(writes: Sequence[fx.Node]) -> Iterator[_Put]:
@@ -160,11 +198,11 @@ def _encoding(storage: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Gr
     return tracing.make_fx(lambda x: STORAGES[storage].encode(x), {}, [numbers]).graph
 
 
-def _replace(graph: fx.Graph, at: Any, query: fx.Node, keys: _Put, values: _Put) -> list[fx.Node]:
+def _replace(graph: fx.Graph, at: Any, queries: _Turned, turned: _Turned, keys: _Put, values: _Put) -> list[fx.Node]:
     """The operator before the first reader of what it gives; nothing where something that it takes comes later."""
-    key = keys.source
+    query = queries.node
     caches = [keys.caches[0], values.caches[0], at, *keys.caches[1:], *values.caches[1:]]
-    args = (query.args[0], key.args[0], values.source, *key.args[1:], *caches)
+    args = (queries.x, turned.x, values.source, *turned.tables, *caches)
     results = [query, keys.writes[0], values.writes[0], *keys.writes[1:], *values.writes[1:]]
     order = {node: place for place, node in enumerate(graph.nodes)}
     first = min((user for node in results for user in node.users), key=order.__getitem__, default=query)

@@ -3,7 +3,8 @@
     q' = rotary(q)    keys' = keys, at positions `at` rotary(k)    values' = values, there v
 
 Caches may hold codes with scales (`base/codes.py`): what is written is then encoded. Shape suffixes: B batch, H query
-heads, G key heads, S new positions, T positions of the cache, D head size, E of the values.
+heads, G key heads, S new positions, T positions of the cache, D head size, E of the values, R of a head what is
+rotated: as wide as the tables are.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def rotary_write(
 
     Args:
         q, k, v: [B, H, S, D], [B, G, S, D], [B, G, S, E], not rotated.
-        cos, sin: [B, S, D] or [1, S, D].
+        cos, sin: [B, S, R] or [1, S, R]; R even, at most D: what stands behind it in a head is not rotated.
         keys, values: [B, G, T, D], [B, G, T, E], or codes of them.
         at: int64[S], distinct positions.
         key_scales, value_scales: [B, G, T, 1], of codes.
@@ -47,8 +48,8 @@ def rotary_write(
     Raises:
         ValueError: codes without scales.
     """
-    caches, new = _written((keys, values, key_scales, value_scales), rotary(k, cos, sin), v, storage)
-    return [rotary(q, cos, sin), *(x.index_copy(2, at, own) for x, own in zip(caches, new, strict=True))]
+    caches, new = _written((keys, values, key_scales, value_scales), _rotated(k, cos, sin), v, storage)
+    return [_rotated(q, cos, sin), *(x.index_copy(2, at, own) for x, own in zip(caches, new, strict=True))]
 
 
 def rotary_write_(
@@ -66,10 +67,20 @@ def rotary_write_(
     storage: str = "",
 ) -> Tensor:
     """The same, written into the caches that are given: q'."""
-    caches, new = _written((keys, values, key_scales, value_scales), rotary(k, cos, sin), v, storage)
+    caches, new = _written((keys, values, key_scales, value_scales), _rotated(k, cos, sin), v, storage)
     for cache, own in zip(caches, new, strict=True):
         cache.index_copy_(2, at, own)
-    return rotary(q, cos, sin)
+    return _rotated(q, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x[B, H, S, D] with the first R of each head rotated; laid out like x."""
+    wide = cos.shape[-1]
+    if wide == x.shape[-1]:
+        return rotary(x, cos, sin)
+    y = x.clone()
+    y[..., :wide] = rotary(x[..., :wide], cos, sin)
+    return y
 
 
 def _written(caches: Sequence[Tensor | None], k: Tensor, v: Tensor, storage: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +55,23 @@ def _dtensor(model: Any, _: autopar.Generation) -> Generate:
     return model.generate
 
 
+def _tp_plan(model: Any, _: autopar.Generation) -> Generate:
+    """transformers' own tensor parallelism, `tp_plan="auto"`: weights go through a folder, since it splits a checkpoint
+    while it reads it.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun says it
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    config: Any = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    found: Any = type(model).from_pretrained(folder[0], distributed_config=config, dtype=model.dtype)
+    return found.eval().generate
+
+
 def _ours(model: Any, wanted: autopar.Generation, compiled: bool = False) -> Generate:
     name, strategy = ("tp", "tensor") if dist.get_world_size() > 1 else ("dp", "ddp")
     mesh = init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=(name,))
@@ -65,6 +84,7 @@ BUILT = {
     "transformers, static cache": Built(_static),
     "transformers, static cache, torch.compile": Built(_compiled),
     "DTensor": Built(_dtensor, (2,)),
+    "transformers, tp_plan": Built(_tp_plan, (2,)),
     "autopar": Built(_ours, (1, 2)),
     "autopar, compile_regions": Built(partial(_ours, compiled=True), (1, 2)),
 }

@@ -40,10 +40,12 @@ def rotary_write_kernel(
     q, k, v, cos, sin, at, out, keys, values, key_scales, value_scales,
     q_b, q_h, q_s, k_b, k_g, k_s, v_b, v_g, v_s, out_b, out_h, out_s, cos_b, cos_s, sin_b, sin_s,
     keys_b, keys_g, keys_t, values_b, values_g, values_t, ks_b, ks_g, ks_t, vs_b, vs_g, vs_t,
-    H, G, S, T, half, first, second, tiny,
+    H, G, S, T, half, turn, first, second, tiny,
     HALF: tl.constexpr, VALUE_HALF: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
-    """half: of a head. first, second: elements of the halves of a value's row. tiny: the least scale."""
+    """half: of a head. turn: half of what is rotated of it. first, second: elements of the halves of a value's row.
+    tiny: the least scale.
+    """
     program = tl.program_id(0)
     head = program % (H + 2 * G)
     position = program // (H + 2 * G) % S
@@ -55,13 +57,17 @@ def rotary_write_kernel(
     is_here = (place >= 0) & (place < T)
     # What several branches would name alike has to be of one type: each names its own.
     if head < H:
-        q_begin, q_end = _rotated(q + batch * q_b + head.to(tl.int64) * q_h + position * q_s, *tables, half, HALF)
+        q_row = q + batch * q_b + head.to(tl.int64) * q_h + position * q_s
+        q_begin = _rotated(q_row, *tables, columns, inside, turn)
+        q_end = _rotated(q_row, *tables, half + columns, inside, turn)
         out_row = out + batch * out_b + head.to(tl.int64) * out_h + position * out_s
         tl.store(out_row + columns, q_begin.to(out.dtype.element_ty), mask=inside)
         tl.store(out_row + half + columns, q_end.to(out.dtype.element_ty), mask=inside)
     elif head < H + G:
         k_head = (head - H).to(tl.int64)
-        k_begin, k_end = _rotated(k + batch * k_b + k_head * k_g + position * k_s, *tables, half, HALF)
+        k_row = k + batch * k_b + k_head * k_g + position * k_s
+        k_begin = _rotated(k_row, *tables, columns, inside, turn)
+        k_end = _rotated(k_row, *tables, half + columns, inside, turn)
         key_row = keys + batch * keys_b + k_head * keys_g + place * keys_t
         key_scale = key_scales + batch * ks_b + k_head * ks_g + place * ks_t
         mask = inside & is_here
@@ -80,20 +86,20 @@ def rotary_write_kernel(
 
 
 @triton.jit
-def _rotated(x, cos, sin, half, HALF: tl.constexpr):
-    """The halves of one row, rotated, in float32, rounded as its type is; zeros behind the head."""
-    columns = tl.arange(0, HALF)
-    mask = columns < half
+def _rotated(x, cos, sin, columns, inside, turn):
+    """These columns of one row in float32: the first 2 · turn rotated and rounded as its type is, others as they are,
+    zeros behind the head.
+    """
     dtype = x.dtype.element_ty
-    a = tl.load(x + columns, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(x + half + columns, mask=mask, other=0.0).to(tl.float32)
-    cos_1 = tl.load(cos + columns, mask=mask, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos + half + columns, mask=mask, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin + columns, mask=mask, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin + half + columns, mask=mask, other=0.0).to(tl.float32)
-    y_1 = _rounded(a * cos_1, dtype) - _rounded(b * sin_1, dtype)
-    y_2 = _rounded(b * cos_2, dtype) + _rounded(a * sin_2, dtype)
-    return _rounded(y_1, dtype), _rounded(y_2, dtype)
+    own = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    turned = inside & (columns < 2 * turn)
+    is_first = columns < turn
+    partner = tl.load(x + tl.where(is_first, columns + turn, columns - turn), mask=turned, other=0.0).to(tl.float32)
+    along = tl.load(cos + columns, mask=turned, other=0.0).to(tl.float32)
+    across = tl.load(sin + columns, mask=turned, other=0.0).to(tl.float32)
+    product = _rounded(partner * across, dtype)
+    y = _rounded(own * along, dtype) + tl.where(is_first, -product, product)
+    return tl.where(turned, _rounded(y, dtype), own)
 
 
 @triton.jit
@@ -177,6 +183,7 @@ def _fits(
         and keys.dtype == values.dtype == stored
         and len(scales) == (2 if storage else 0)
         and q.shape[-1] % 2 == 0
+        and cos.shape[-1] % 2 == 0
         and (storage != "int4" or v.shape[-1] % 2 == 0)
         and all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (keys, values))
         and q.numel() > 0
@@ -201,7 +208,7 @@ def _launch(
         **_strides("out", "bhs", target), **_table("cos", cos), **_table("sin", sin),
         **_strides("keys", "bgt", keys), **_strides("values", "bgt", values),
         **_strides("ks", "bgt", key_scales), **_strides("vs", "bgt", value_scales),
-        "H": heads, "G": k.shape[1], "S": positions, "T": keys.shape[2], "half": size // 2,
+        "H": heads, "G": k.shape[1], "S": positions, "T": keys.shape[2], "half": size // 2, "turn": cos.shape[-1] // 2,
         "first": first, "second": value_size - first, "tiny": torch.finfo(q.dtype).tiny,
         "HALF": power_of_2(size // 2), "VALUE_HALF": power_of_2(first), "STORAGE": int(_KINDS[storage].value),
     }  # fmt: skip
@@ -215,7 +222,7 @@ def _strides(name: str, dims: str, x: Tensor) -> dict[str, int]:
 
 
 def _table(name: str, x: Tensor) -> dict[str, int]:
-    """Of a table [B|1, S, D]: 0 where all rows of the batch share it."""
+    """Of a table [B|1, S, R]: 0 where all rows of the batch share it."""
     return {f"{name}_b": 0 if x.shape[0] == 1 else x.stride(0), f"{name}_s": x.stride(1)}
 
 

@@ -39,8 +39,10 @@ def _rotary(call: OpCall) -> Rule:
 def _rotary_write(call: OpCall) -> Rule:
     """Rows of the batch, and query heads with the key head that they read."""
     heads = "h" if call.operands[0].shape[1] == call.operands[1].shape[1] else "(h r)"
-    tables = ", ".join("b s d" if x.shape[0] == call.operands[0].shape[0] else "1 s d" for x in call.operands[3:5])
-    storage, marks = call.arg("storage"), ["d !", "s !", "t !"]
+    q, cos = call.operands[0], call.operands[3]
+    wide = "d" if cos.shape[-1] == q.shape[-1] else "w"  # of a head what is rotated
+    tables = ", ".join(f"b s {wide}" if x.shape[0] == q.shape[0] else f"1 s {wide}" for x in call.operands[3:5])
+    storage, marks = call.arg("storage"), ["d !", "s !", "t !", *(["w !"] if wide == "w" else [])]
     key, value, scales = "d", "e", ""
     if storage:
         scales = ", b h t 1" * 2

@@ -17,9 +17,9 @@ from tests.unit.tiers import mostly_slow
 
 def token(
     dtype: torch.dtype, storage: str = "", batch: int = 2, heads: int = 4, new: int = 1, length: int = 9, size: int = 8,
-    value_size: int = 6, shared: bool = False, at: Sequence[int] = (5,),
+    value_size: int = 6, shared: bool = False, at: Sequence[int] = (5,), wide: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A call; rows of all sizes, one of zeros, and halves between two codes."""
+    """A call; rows of all sizes, one of zeros, and halves between two codes. wide: of a head what is rotated."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
@@ -29,7 +29,7 @@ def token(
     v = v * torch.logspace(-3, 2, batch).to(dtype).view(-1, 1, 1, 1)
     v[0, 0, 0] = 0.0
     v[0, 1, 0, :3] = torch.tensor([7.0, 2.5, -1.5]).to(dtype)  # over 7: halves
-    tables = [random(1 if shared else batch, new, size) for _ in range(2)]
+    tables = [random(1 if shared else batch, new, wide or size) for _ in range(2)]
     caches = [random(batch, 2, length, s) for s in (size, value_size)]
     said: dict[str, Any] = {}
     if storage:
@@ -55,6 +55,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "one table": {"shared": True, "new": 2, "at": (1, 2)},
     "odd values": {"value_size": 5},
     "odd sizes": {"size": 20, "value_size": 12, "heads": 6, "batch": 3},
+    "a part": {"size": 10, "wide": 4, "new": 2, "at": (6, 1)},
+    "most of it": {"size": 8, "wide": 6, "shared": True},
 }
 
 

@@ -50,21 +50,25 @@ class _Token(nn.Module):
         return {**found, "fresh": fresh} if self.other == "keys are read before" else found
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
-        return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+        wide = cos.shape[-1]
+        x, rest = x[..., :wide], x[..., : SIZE - wide] if self.other == "another rest" else x[..., wide:]
+        turned = torch.cat([-x[..., wide // 2 :], x[..., : wide // 2]], -1)
+        y = x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+        return torch.cat([y, rest], -1) if rest.shape[-1] else y
 
 
 def _traced(
-    storage: str, new: int = 1, sizes: dict[str, int] | None = None, hardware: str = "h100", other: str = ""
-) -> tuple[Program, Program, dict[str, Tensor]]:
-    """Before the pass, behind it, and what went in."""
+    storage: str, new: int = 1, sizes: dict[str, int] | None = None, hardware: str = "h100", other: str = "",
+    wide: int = SIZE,
+) -> tuple[Program, Program, dict[str, Tensor]]:  # fmt: skip
+    """Before the pass, behind it, and what went in. wide: of a head what is rotated."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     inputs = {"q": random(2, 4, new, SIZE), "k": random(2, 2, new, SIZE), "v": random(2, 2, new, SIZE)}
-    inputs |= {"cos": random(2, new, SIZE), "sin": random(2, new, SIZE), "at": torch.arange(new) + 3}
+    inputs |= {"cos": random(2, new, wide), "sin": random(2, new, wide), "at": torch.arange(new) + 3}
     for name in ("keys", "values"):
         numbers = random(2, 2, 24, SIZE)
         inputs[name] = numbers
@@ -84,11 +88,14 @@ def _operators(program: Program) -> list[str]:
 
 
 @pytest.mark.moderate
+@pytest.mark.parametrize("wide", [SIZE, 4])
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("storage", ["", *STORAGES])
-def test_one_operator(storage: str, new: int) -> None:
-    """Breaks if keys and values are taken for each other, scales for others, or a number changes."""
-    before, after, inputs = _traced(storage, new)
+def test_one_operator(storage: str, new: int, wide: int) -> None:
+    """Breaks if keys and values are taken for each other, scales for others, what is behind the part of a head that is
+    rotated is left out or rotated, too, or a number changes.
+    """
+    before, after, inputs = _traced(storage, new, wide=wide)
     names = _operators(after)
     assert [name for name in names if "getitem" not in name] == ["autopar.rotary_write", "autopar.attention"]
     assert _operators(before).count("aten.index_copy") == (4 if storage else 2)
@@ -107,6 +114,7 @@ def test_one_operator(storage: str, new: int) -> None:
         {"other": "other tables"},
         {"other": "other positions"},
         {"other": "keys are read before"},
+        {"other": "another rest", "wide": 4},
     ],
     ids=str,
 )

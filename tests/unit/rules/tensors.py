@@ -134,9 +134,11 @@ CODED_EXPERTS = [
 ]  # fmt: skip
 
 
-def token(storage: str, q: Tensor, k: Tensor, v: Tensor, tables: int, at: list[int]) -> tuple[Any, ...]:
-    """A call of `rotary_write`; tables: rows of them."""
-    cos, sin = (r(tables, *q.shape[2:]) for _ in range(2))
+def token(
+    storage: str, q: Tensor, k: Tensor, v: Tensor, tables: int, at: list[int], wide: int | None = None
+) -> tuple[Any, ...]:
+    """A call of `rotary_write`; tables: rows of them; wide: of a head what is rotated."""
+    cos, sin = (r(tables, q.shape[2], wide or q.shape[3]) for _ in range(2))
     caches = [r(*x.shape[:2], 8, x.shape[3]) for x in (k, v)]
     if not storage:
         return q, k, v, cos, sin, *caches, torch.tensor(at)
@@ -147,6 +149,7 @@ def token(storage: str, q: Tensor, k: Tensor, v: Tensor, tables: int, at: list[i
 TOKENS = [
     token("", r(4, 4, 2, 8), r(4, 4, 2, 8), r(4, 4, 2, 6), 4, [5, 2]), token("", Q[:, :, :1], r(4, 2, 1, 8), r(4, 2, 1, 8), 1, [3]),
     token("int8", Q[:, :, :2], r(4, 2, 2, 8), r(4, 2, 2, 6), 4, [0, 7]), token("int4", Q[:, :, :1], r(4, 4, 1, 8), r(4, 4, 1, 6), 1, [6]),
+    token("", Q[:, :, :2], r(4, 2, 2, 8), r(4, 2, 2, 6), 4, [3, 1], 6),
 ]  # fmt: skip
 BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]
 LABELS = i(8, 4, 6)
