@@ -40,6 +40,7 @@ from autopar.passes.counted_rows import CountedRows
 from autopar.passes.emptied import emptied, traced_copy, values_of
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
+from autopar.passes.fixed_slices import whole_numbers
 from autopar.passes.functional import make_functional
 from autopar.passes.kept import Kept
 from autopar.passes.one_region import to_program
@@ -48,7 +49,7 @@ from autopar.passes.plain_reads import PlainReads
 from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.recurrent import Packs
-from autopar.passes.usual import Checked, Usual
+from autopar.passes.usual import Checked, Decides, Usual
 
 logger = logging.getLogger("autopar.capture")
 
@@ -199,19 +200,25 @@ def _whole(
     values = candidates(inputs)
     wrong: AutoparError | None = None
     packs, kept_values = False, None
+    changed: Decides | None = None
+    held = _held(model)
+    files: list[dict[str, Any]] = []
     while True:
         mode, known = compat.fake_mode(), ByValue(values)
-        usual = Usual(_measured(inputs), _marks(inputs), _held(model))
+        usual = Usual(_measured(inputs), _marks(inputs), held)
         clone = traced_copy(model, precision, mode)
         counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone)
         clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
-        clone.forward = Ragged(numbers).within(clone.forward)
+        clone.forward = Ragged(numbers, usual).within(clone.forward)
         modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted))
         try:
-            exported = _export(clone, batch(mode), numbers, *modes)
+            with whole_numbers(numbers, files):
+                exported = _export(clone, batch(mode), numbers, *modes)
         except AutoparError as error:
+            if changed is not None and compat.is_data_dependent(error.__cause__):
+                raise changed from error
             if isinstance(error, Packs) and not packs:
                 packs, kept_values = True, values  # lengths are read, at first, as numbers that nobody knows
                 values = {n: value for n, value in values.items() if n not in known.decided}
@@ -226,9 +233,17 @@ def _whole(
             continue
         differing = known.looked_up & known.decided.keys()
         if not differing:
-            break
+            try:
+                program = usual.noted(to_program(model, precision, exported, names))
+                break
+            except Decides as error:
+                if changed is not None:
+                    raise
+                # The number is read in each step, then.
+                changed, files = error, list(usual.asked_by.values())
+                held = {name: buffer for name, buffer in held.items() if name not in usual.asked_of}
+                continue
         values = {name: value for name, value in values.items() if name not in differing}
-    program = usual.noted(to_program(model, precision, exported, names))
     notes = tuple(
         f"for these values of {name}, which decide what is done ({line}): others are planned for anew"
         for name, line in sorted(known.decided.items())

@@ -29,10 +29,12 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import frame_of_model
 from autopar.passes.chosen_operators import FIRST, SPREAD
+from autopar.passes.fixed_slices import length_of, places
 from autopar.passes.no_rows import NoRows, group_trials, number_of
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.row_counts import has_counts, without_counts
 from autopar.passes.said import Said
+from autopar.passes.usual import Usual
 
 _READ, _WRITE = Tensor.__getitem__, Tensor.__setitem__
 _SPLITS = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes, torch.functional.split)
@@ -42,7 +44,8 @@ _JOINS = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
 @dataclass(slots=True)
 class _Cut:
     """A slice that was read: its rows, what it is a part of, what its index says, and how often each had been written.
-    pending: the rows were written, and not assigned yet. is_stale: what they are a part of was written.
+    places: the index of rows whose number is known. pending: the rows were written, and not assigned yet. is_stale:
+    what they are a part of was written.
     """
 
     rows: weakref.ref[Tensor]
@@ -50,6 +53,7 @@ class _Cut:
     said: Hashable
     rows_version: int
     base_version: int
+    places: tuple[Any, ...] | None = None
     pending: Tensor | None = None
     is_stale: bool = False
 
@@ -70,9 +74,9 @@ class Ragged(TorchFunctionMode):
     To be entered in forward (`within`): `torch.export` asks for the ends of slices before modes around it see them.
     """
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: Numbers, usual: Usual | None = None) -> None:
         super().__init__()
-        self._read = numbers
+        self._read, self._usual = numbers, usual
         self._cuts: list[_Cut] = []
         self._said = Said()
         self._ranges: dict[int, _Range] = {}
@@ -121,7 +125,10 @@ class Ragged(TorchFunctionMode):
         assigned = self._assigned(*args) if ends and func is _WRITE else None
         if self._cuts:
             self._check(_tensors((args, kwargs)), assigned)
-        if not ends or (index := _by_mask(args[0], args[1])) is None:
+        fixed = self._by_places(args[0], args[1]) if ends else None
+        if fixed is not None:
+            found = func(args[0], fixed, *args[2:])
+        elif not ends or (index := _by_mask(args[0], args[1])) is None:
             found = func(*args, **kwargs)
         else:
             plain, mask, cut = index
@@ -133,9 +140,24 @@ class Ragged(TorchFunctionMode):
         if ends and func is _READ and isinstance(found, Tensor):
             with compat.no_torch_functions():
                 self._cuts.append(
-                    _Cut(weakref.ref(found), args[0], self._index(args[1]), found._version, args[0]._version)
+                    _Cut(weakref.ref(found), args[0], self._index(args[1]), found._version, args[0]._version, fixed)
                 )
         return found
+
+    def _by_places(self, x: Tensor, index: Any) -> tuple[Any, ...] | None:
+        """An index with the places of a slice whose length is known, whose ends are not; None of others."""
+        parts = index if isinstance(index, tuple) else (index,)
+        cut = [dim for dim, each in enumerate(parts) if _unknown_ends(each)]
+        whole = all(each == slice(None) for dim, each in enumerate(parts) if dim not in cut)
+        if self._usual is None or len(cut) != 1 or not whole:
+            return None
+        (dim,) = cut
+        length = length_of(parts[dim])
+        if length is None:
+            return None
+        line = frame_of_model(sys._getframe(2), own=True)
+        taken = functools.partial(self._usual.takes_slice, frame=line)
+        return (*parts[:dim], places(parts[dim].start, length, x.shape[dim], taken), *parts[dim + 1 :])
 
     def _note(self, rows: Tensor, cut: _Range) -> None:
         """Which slice so many rows are."""
@@ -218,6 +240,8 @@ class Ragged(TorchFunctionMode):
                     cut.pending = None
                 elif cut.base._version != cut.base_version:
                     cut.is_stale = True
+                elif rows is not None and rows._version != cut.rows_version and cut.places is not None:
+                    cut.base[cut.places] = rows
                 elif rows is not None and rows._version != cut.rows_version:
                     cut.pending = rows
                 cut.base_version = cut.base._version

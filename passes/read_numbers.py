@@ -146,6 +146,13 @@ class Numbers(TorchFunctionMode):
         held = self._plain.get(id(value))
         return held[1] if held is not None and held[0] is value else None
 
+    def whole(self, x: Tensor) -> Tensor | None:
+        """As `int(x)`; None of what nobody reads numbers of here."""
+        if self.is_number(x) and x.dtype == torch.int64:
+            return x
+        is_read = x.numel() == 1 and (self.is_number(x) or self._is_read(x, Tensor.item))
+        return self._number(x.detach().trunc().to(torch.int64)) if is_read else None
+
     def item(self, x: Tensor) -> Tensor:
         """As `x.item()`."""
         return self._number(x.detach())

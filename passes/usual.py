@@ -55,12 +55,17 @@ _PLAIN = frozenset(
 """Methods that change nothing, draw nothing and mind no values."""
 
 
+class Decides(AutoparError):
+    """A buffer decides what is done that forward changes."""
+
+
 class Usual(TorchFunctionMode):
     """While a model is traced: what it does in the usual case is done.
 
     inputs: of the example, whose values may tell what is usual, by name. marks: masks, tokens and labels, which tell
     whether anything is marked. buffers: of the model, whose values may decide. taken: what was taken for granted, in
     words with the model's line. asked_of: buffers whose values did decide, each with the first line that asked.
+    asked_by: the global names of code that made a number of one by `int`.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Usual(TorchFunctionMode):
         self.inputs, self.marks, self.buffers = inputs, marks, buffers
         self.taken: dict[str, None] = {}
         self.asked_of: dict[str, str] = {}
+        self.asked_by: dict[int, dict[str, Any]] = {}
         self._held: dict[fx.Node, str] = {}
         self._traced: dict[fx.Node, Tensor] = {}
         self._marked: dict[fx.Node, Tensor] = {}
@@ -105,6 +111,10 @@ class Usual(TorchFunctionMode):
                 remedy=f"cut the batch at its longest sequence, or let a size be known: {instead}",
             )
         self._take(fits, f"that the longest of packed sequences has every step ({_line(frame)}; {instead})")
+
+    def takes_slice(self, lies: Tensor, frame: FrameType | None) -> None:
+        """A slice that begins where a tensor says lies in what it is of."""
+        self._take(lies, f"that a slice lies in what it is a slice of ({_line(frame)})")
 
     def guarding(self, model: nn.Module) -> Callable[..., Any]:
         """The model's forward, whose floating-point results are NaN where what was taken for granted is not so."""
@@ -202,6 +212,8 @@ class Usual(TorchFunctionMode):
             found, numbers = reading(value), value.tolist()
         for node in held:
             self.asked_of.setdefault(self._held[node], _line(frame))
+            if reading is int and (own := frame_of_model(frame, own=True)) is not None:
+                self.asked_by[id(own.f_globals)] = own.f_globals
         same = (asked != 0) == found if reading is bool else (asked == torch.tensor(numbers)).all()
         self._take(same, f"that what is asked for is as here ({_line(frame)})")
         return found
@@ -214,7 +226,7 @@ class Usual(TorchFunctionMode):
         """
         for name, _ in program.updates:
             if name in self.asked_of:
-                raise AutoparError(
+                raise Decides(
                     f"the value of {name}, which forward() changes, decides what is done: each step may do otherwise",
                     where=self.asked_of[name],
                     remedy="keep both cases and choose between their results by torch.where, or let the script change "
