@@ -217,7 +217,7 @@ def _whole(
             with whole_numbers(numbers, files):
                 exported = _export(clone, batch(mode), numbers, *modes)
         except AutoparError as error:
-            if changed is not None and compat.is_data_dependent(error.__cause__):
+            if changed is not None and compat.is_data_dependent(error.__cause__ or error):
                 raise changed from error
             if isinstance(error, Packs) and not packs:
                 packs, kept_values = True, values  # lengths are read, at first, as numbers that nobody knows
