@@ -1,4 +1,5 @@
-"""Tokens of `generate()`: autopar beside transformers' own loop, plain and compiled, and beside DTensor on two ranks.
+"""Tokens of `generate()`: autopar beside transformers' own loop, plain and compiled, and on two ranks beside
+DTensor and transformers' own tensor parallelism.
 
     python benchmarks/generate.py [--ranks 1|2] [--size small|tiny|1b] [--tokens 32] [--rounds 5] [--only NAME]
                                   [--write]
