@@ -14,6 +14,7 @@ from autopar import pipeline
 from autopar.api.plan import Plan
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.base.garbage import older_spared
 from autopar.ir.meaning import meaning_of
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit, emit_with_places
@@ -124,14 +125,15 @@ def plan(
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
     """
-    watched = None if loss is None else Watched(loss)
-    batch = by_name(model, example_inputs)
-    found = decide(
-        with_loss(model, loss, batch), mesh, example_inputs=batch, strategy=strategy,
-        precision=precision, memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware,
-        inference=inference, rematerialize=rematerialize, microbatches=microbatches, halves=halves, roots=roots,
-        expert_imbalance=expert_imbalance, progress=progress,
-    )  # fmt: skip
-    if watched is not None:
-        watched.check_planned(found)
-    return dressed(found)
+    with older_spared():
+        watched = None if loss is None else Watched(loss)
+        batch = by_name(model, example_inputs)
+        found = decide(
+            with_loss(model, loss, batch), mesh, example_inputs=batch, strategy=strategy,
+            precision=precision, memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware,
+            inference=inference, rematerialize=rematerialize, microbatches=microbatches, halves=halves, roots=roots,
+            expert_imbalance=expert_imbalance, progress=progress,
+        )  # fmt: skip
+        if watched is not None:
+            watched.check_planned(found)
+        return dressed(found)

@@ -24,23 +24,30 @@ def without_collection() -> Iterator[None]:
 
 _LOCK = threading.Lock()
 _inside = 0
+_thresholds = (0, 0, 0)
+OFTEN = (50_000, 20, 20)
+"""As `gc.set_threshold` has them, for what makes graphs: many objects that live long, and few circles among them."""
 
 
 @contextmanager
 def older_spared() -> Iterator[None]:
     """Inside, or in a function that it decorates, garbage is searched for among what is made meanwhile: who has loaded
-    torch and transformers has a million objects, and walking them again and again took a seventh of planning.
+    torch and transformers has a million objects, and walking them again and again took a seventh of planning. It is
+    searched for less often, too (`OFTEN`), unless somebody has turned that off or has thresholds that are no lower.
 
     What becomes garbage of what was there is let go after it; so is what was there when `spare` was called. Where
     somebody has called `gc.freeze()`, nothing is done: undoing it would undo theirs.
     """
-    global _inside
+    global _inside, _thresholds
     with _LOCK:
         froze = _inside > 0 or not gc.get_freeze_count()
         if froze:
             _inside += 1
             if _inside == 1:
                 gc.freeze()
+                _thresholds = gc.get_threshold()
+                if 0 < _thresholds[0] < OFTEN[0]:
+                    gc.set_threshold(*OFTEN)
     try:
         yield
     finally:
@@ -49,6 +56,8 @@ def older_spared() -> Iterator[None]:
                 _inside -= 1
                 if not _inside:
                     gc.unfreeze()
+                    if gc.get_threshold() == OFTEN:
+                        gc.set_threshold(*_thresholds)
 
 
 def spare() -> None:

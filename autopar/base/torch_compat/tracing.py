@@ -319,12 +319,28 @@ def exclusive() -> Iterator[None]:
             logger.setLevel(logging.CRITICAL)
         stack.callback(setattr, proxy_tensor, "_ModuleStackTracer", proxy_tensor._ModuleStackTracer)
         proxy_tensor._ModuleStackTracer = _OfItsThread  # type: ignore[assignment, misc]
+        for name, nothing in _NOT_NOTED.items():
+            stack.callback(setattr, proxy_tensor, name, made := getattr(proxy_tensor, name))
+            setattr(proxy_tensor, name, _of_other_threads(made, nothing))
         stack.enter_context(without_warnings())
         stack.enter_context(_use_lazy_graph_module(True))
         yield
 
 
 _LOCK = threading.RLock()
+_NOT_NOTED: Mapping[str, Any] = {
+    "_extract_tensor_metadata": None,
+    "TorchFunctionMetadataMode": contextlib.nullcontext(),
+}
+"""What torch notes of each node and nobody here reads, with what stands for it: how a value lies, which `val` says too,
+and which function of torch it is of, for which every read of a tensor's type goes through a mode.
+"""
+
+
+def _of_other_threads(made: Callable[[Any], Any], nothing: Any) -> Callable[[Any], Any]:
+    """A function that gives this thread `nothing`, and others what `made` gives."""
+    own = threading.get_ident()
+    return lambda given: nothing if threading.get_ident() == own else made(given)
 
 
 class _OfItsThread(proxy_tensor._ModuleStackTracer):

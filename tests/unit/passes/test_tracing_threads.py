@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import _get_current_function_mode_stack
 
 import autopar
 from autopar.base.torch_compat import tracing
@@ -194,3 +196,32 @@ def test_warnings_of_other_threads() -> None:
         warnings.filters[:] = kept  # type: ignore[index]
         warnings.warn("put back", stacklevel=1)
     assert texts == ["theirs", "after", "put back"]
+
+
+def recorded(x: Tensor) -> tuple[dict[str, Any], bool]:
+    """What a tracer of torch notes of `x + 1`, and whether a mode of its own sees the functions that are called."""
+    modes: list[Any] = []
+
+    def add(value: Tensor) -> Tensor:
+        modes.extend(_get_current_function_mode_stack())
+        return value + 1
+
+    graph = make_fx(add, tracing_mode="fake")(x).graph
+    return next(node.meta for node in graph.nodes if node.op == "call_function"), bool(modes)
+
+
+def test_what_torch_notes_beside_is_left_out_in_this_thread_alone():
+    """Breaks when another thread's graphs lack what torch's own passes read of them."""
+    found = [recorded(torch.ones(2))]  # torch 2.11 dies where the first trace of a process is another thread's
+    with tracing.exclusive():
+        thread = threading.Thread(target=lambda: found.append(recorded(torch.ones(2))))
+        thread.start()
+        thread.join()
+        own, watched = recorded(torch.ones(2))
+    assert own["val"].shape == (2,)
+    assert own["tensor_meta"] is None
+    assert not watched
+    assert len(found) == 2
+    for noted, watched in (*found, recorded(torch.ones(2))):
+        assert noted["tensor_meta"].shape == (2,)
+        assert watched
