@@ -13,7 +13,7 @@ from autopar.strategies.names import AUTO, Strategy, check_experts, is_tensor_ax
 from autopar.strategies.request import Request
 
 _ONE = ("ulysses", "allgather_kv", "ring")
-_CACHED = ("split_kv",)
+_CACHED = ("split_kv", "helix")
 _TWO = (("ring", "ulysses"), ("allgather_kv", "ulysses"), ("ulysses", "ulysses"), ("allgather_kv", "allgather_kv"))
 
 

@@ -39,6 +39,7 @@ class AxisStrategy:
     zigzag where that serves an operator. experts: of mixtures, each rank has some `whole`, or some to which tokens that
     the axis splits are sent (`exchange`), or a part of the `widths` of all that divide, or whatever is cheapest
     (`free`). The parameters of experts that are exchanged lie so for good, whatever `parameters` says of others.
+    slices: what is stored whole may be used in pieces; else what is used in pieces is stored so.
     """
 
     name: str
@@ -60,6 +61,7 @@ class AxisStrategy:
     sequence: bool = False
     zigzag: bool = False
     experts: Literal["free", "whole", "exchange", "widths"] = "free"
+    slices: bool = True
 
     @property
     def leaves_storage(self) -> bool:

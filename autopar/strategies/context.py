@@ -10,6 +10,7 @@ In generation a token is one position, and what is long is the cache:
 
     split_kv       by keys: each rank keeps a piece of the cache's length, attends to it, and what all give is merged;
                    the tokens of a prompt may be split outside attention, where queries, keys and values are gathered
+    helix          so, and the same ranks split the products behind attention as `tensor` does
 
 Parameters lie on these axes as memory and time want them: whole, or in pieces that are gathered for use; gradients are
 summed over the axis as under `ddp`.
@@ -74,7 +75,19 @@ SPLIT_KV = AxisStrategy(
     attention="keys",
     around_attention=frozenset({"slice", "all_reduce", "all_gather", "reduce_scatter"}),
 )
-CONTEXT = (ULYSSES, ALLGATHER_KV, RING, SPLIT_KV)
+HELIX = replace(
+    SPLIT_KV,
+    name="helix",
+    shards="keys and values of a cache, along its length; over the same ranks what else tensor splits, where that is "
+    "cheaper: products behind attention by columns and rows, experts by width",
+    communicates="as split_kv; each layer an all-reduce of the hidden state behind products that are split",
+    source="Bhatia et al., Helix Parallelism, 2507.07120",
+    parameters=frozenset({"replicate", "shard"}),
+    inside_blocks=frozenset({"slice", "all_reduce"}),
+    experts="widths",
+    slices=False,
+)
+CONTEXT = (ULYSSES, ALLGATHER_KV, RING, SPLIT_KV, HELIX)
 WHOLE = tuple(
     replace(
         each,

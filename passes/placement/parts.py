@@ -253,7 +253,7 @@ def kinds_of(strategies: Sequence[AxisStrategy]) -> dict[str, list[frozenset[str
         "anywhere": everywhere,
         "blocks": inside,
         # What is gathered is the parameter's own choice, which counts the memory of it.
-        "slots": [s.collectives if s.grid else frozenset({"slice"}) for s in strategies],
+        "slots": [s.collectives if s.grid else frozenset({"slice"} if s.slices else ()) for s in strategies],
         "attention": [own | s.around_attention for own, s in zip(inside, strategies, strict=True)],
         "beside": [_with_slices(each) for each in strategies],
     }

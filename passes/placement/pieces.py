@@ -65,20 +65,20 @@ def require_pieces(program: Program, strategies: Sequence[AxisStrategy], mesh: M
         AutoparError: a program without a cache, or whose caches are not read by attention that was recognized.
     """
     named = zip(mesh.axes, strategies, strict=True)
-    asked = [(axis, size) for (axis, size), each in named if each.attention == "keys" and size > 1]
+    asked = [(axis, size, each.name) for (axis, size), each in named if each.attention == "keys" and size > 1]
     nodes = (node for region in program.regions for node in region.graph.nodes)
     if not asked or any(factor_of_pieces(node) == "p" for node in nodes):
         return
-    axis, size = asked[0]
+    axis, size, name = asked[0]
     if program.training or not program.states:
         raise AutoparError(
-            f"split_kv on {axis} splits the cache of generate(), and this program has none",
+            f"{name} on {axis} splits the cache of generate(), and this program has none",
             values=f"planned for {'training' if program.training else 'inference without a cache'}",
             remedy=f'use {{"{axis}": "ring"}}, ulysses or allgather_kv, which split the sequence of a batch',
         )
     missed = [f"{site.module}: {site.why}" for site in program.attention if not site.fused]
     raise AutoparError(
-        f"split_kv on {axis}={size} finds no keys and values to split",
+        f"{name} on {axis}={size} finds no keys and values to split",
         values="; ".join(missed[:3]) or f"no attention that was recognized reads a cache whose length {size} divides",
         remedy=f"use another strategy for {axis}, such as tensor or ddp, which split what its layers keep otherwise",
     )

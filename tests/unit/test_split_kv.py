@@ -225,14 +225,47 @@ def test_teacher_forced_logits_are_those_of_the_whole_sequence(name: str, strate
     assert max(each.error for each in proof.comparisons) < 1e-9
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("name", "matrices", "mesh"),
+    [
+        ("llama", "mlp.", {"cp": 2}), ("gpt_oss", "_proj", {"cp": 2}), ("gpt_oss", "_proj", {"cp": 2, "tp": 2}),
+        ("deepseek_v3", "experts.", {"cp": 2, "tp": 2}),
+    ],
+    ids=["llama", "gpt_oss", "gpt_oss-tp", "deepseek_v3-tp"],
+)  # fmt: skip
+def test_ranks_of_a_cache_split_products_too(name: str, matrices: str, mesh: dict[str, int]) -> None:
+    """Breaks if under `helix` a rank keeps the weights behind attention whole, or a cache whole; or if what two ranks
+    each have of a product, or of an expert's width, is not summed once.
+    """
+    strategy = {"cp": "helix", "tp": "tensor"} if "tp" in mesh else "helix"
+    wanted = autopar.Generation(batch=2, prompt=5, new_tokens=4)
+    hardware = _free_links()
+    plan = autopar.plan_generation(_model(name), autopar.Mesh(mesh, hardware=hardware), wanted, strategy=strategy)
+    for phase in plan:
+        states = [each for each in phase.interface.inputs if each.name in phase.program.states and len(each.shape) > 2]
+        assert states and all(each.sharding[0] == Shard(2) for each in states)
+        weights = [each for each in phase.interface.parameters if len(each.shape) >= 2 and ".layers." in each.name]
+        own = [
+            each for each in weights if matrices in each.name and "bias" not in each.name and "attn" not in each.name
+        ]
+        assert own and all(isinstance(each.sharding[0], Shard) for each in own)
+    assert any(row.kind == "all_reduce" and row.axis == "cp" for row in plan.decode.collectives)
+    proof = plan.verify()
+    assert proof.ok, str(proof)[-2000:]
+    assert max(each.error for each in proof.comparisons) < 1e-9
+
+
 @pytest.mark.moderate
 def test_what_has_no_cache_is_told() -> None:
     """Breaks if a plan for training, or of a model without keys and values, splits nothing and says nothing."""
     batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "labels": torch.zeros(2, 8, dtype=torch.long)}
     with pytest.raises(AutoparError, match=r"splits the cache of generate\(\), and this program has none.*ring"):
         autopar.plan(_model("llama"), autopar.Mesh({"cp": 2}), example_inputs=batch, strategy="split_kv")
-    with pytest.raises(AutoparError, match="finds no keys and values to split"):
-        _planned("mamba", {"cp": 2}, "split_kv")
+    for strategy in ("split_kv", "helix"):
+        with pytest.raises(AutoparError, match=f"{strategy} on cp=2 finds no keys and values to split"):
+            _planned("mamba", {"cp": 2}, strategy)
 
 
 @pytest.mark.slow
