@@ -143,6 +143,8 @@ def _clip(loss: str, coca: bool = False, vision: dict[str, Any] | None = None, *
                 **sees, attentional_pool=True, attn_pooler_heads=2, attn_pooler_queries=9, output_tokens=True,
             ),
         )  # fmt: skip
+        projection: Any = model.text_decoder.text_projection
+        torch.nn.init.normal_(projection, std=0.2)  # which the library leaves as memory was
         made = losses.CoCaLoss(caption_loss_weight=2.0, clip_loss_weight=1.0)
     else:
         model = CLIP(16, CLIPVisionCfg(**sees), CLIPTextCfg(**reads), output_dict=True, **kwargs)
