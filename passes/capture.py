@@ -368,6 +368,9 @@ def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = f"{type(model).__name__} cannot be traced: {reason}"
         remedy = "check that model(**batch) runs in eager mode on this batch; the cause is chained below"
+        if ".numpy()" in reason:
+            what = f"{type(model).__name__} hands values of tensors to NumPy, of which no program knows what comes"
+            remedy = "compute it with torch's operators, or outside of forward(), and hand it in with the batch"
         if "meta" in str(error) and "cpu" in str(error):
             remedy = (
                 "a tensor that the model holds in a plain attribute, or makes, is on meta and has no values: build the "

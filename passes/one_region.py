@@ -22,6 +22,7 @@ from autopar.passes.blocks.write import Written
 from autopar.passes.chosen_experts import simplify_expert_loops
 from autopar.passes.chosen_rows import keep_rows
 from autopar.passes.dense_experts import simplify_dense_experts
+from autopar.passes.dense_gradients import make_gradients_dense
 from autopar.passes.emptied import seen_dtype
 from autopar.passes.exported import clean_graph, graph_modules, origin_of
 from autopar.passes.grouped_experts import simplify_grouped_experts
@@ -51,6 +52,7 @@ def to_program(
     graph, origins, placeholders = clean_graph(exported)
     written = Written() if blocks is None else _written_out(exported, graph, origins, placeholders, blocks, names)
     words.take_notes(graph)
+    notes = make_gradients_dense(graph, origins)
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
     number_parts(graph, origins)
@@ -109,6 +111,7 @@ def to_program(
         constants=constants,
         updates=tuple(updated),
         folded=folded,
+        notes=notes,
     )
 
 

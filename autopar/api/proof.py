@@ -328,7 +328,7 @@ def expected(
             results = _run(program, model, inputs, seed, {})
     grads: dict[str, torch.Tensor] = {}
     if program.training:
-        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()}
         grads = {n: grads[n] for n, p in model.named_parameters() if p.requires_grad or p.grad is not None}
         grads |= {gradient_key(n): torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
     updates = {name: model.get_buffer(name).detach().clone() for name, _ in program.updates}
