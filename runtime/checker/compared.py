@@ -40,16 +40,20 @@ class Compared:
             if wanted is None or wanted.shapes is None or wanted.roots is None:
                 return
             if wanted.shapes[place] != entry.shape:
-                raise _not_planned(entry.name, f"it has the shape {entry.shape}, planned is {wanted.shapes[place]}")
+                raise _not_planned(
+                    "output", entry.name, f"it has the shape {entry.shape}, planned is {wanted.shapes[place]}"
+                )
             if entry.differentiable != (place in wanted.roots):
                 raise _not_planned(
-                    entry.name, f"a gradient is {'' if entry.differentiable else 'not '}handed in for it"
+                    "output", entry.name, f"a gradient is {'' if entry.differentiable else 'not '}handed in for it"
                 )
 
     def _inputs(self) -> None:
         for entry in self._interface.inputs:
             if entry.differentiable != (gradient_key(entry.name) in self._gradients):
-                raise _not_planned(entry.name, f"its gradient is {'' if entry.differentiable else 'not '}handed back")
+                raise _not_planned(
+                    "input", entry.name, f"its gradient is {'' if entry.differentiable else 'not '}handed back"
+                )
 
     def outputs(self, places: Iterable[int], terms: Sequence[Iterable[Term]]) -> None:
         """Of the outputs at these places."""
@@ -91,9 +95,9 @@ class Compared:
                 )
 
 
-def _not_planned(name: str, values: str) -> AutoparError:
+def _not_planned(kind: str, name: str, values: str) -> AutoparError:
     return AutoparError(
-        "the program is not right: an output or input of its interface is another than was planned",
+        f"the program is not right: an {kind} of its interface is another than was planned",
         where=name,
         values=values,
         remedy="let autopar plan again",
