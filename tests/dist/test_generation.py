@@ -36,7 +36,7 @@ def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str
         assert found == want
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), [("qwen2", "zero3"), ("mamba", "ddp"), ("bart", "zero3")])
 def test_prompts_that_the_ranks_do_not_divide(name: str, strategy: str) -> None:
