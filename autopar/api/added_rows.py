@@ -10,17 +10,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface.caches import states_among
 from autopar.base.torch_compat import tracing
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE, Shard, num_pieces
 from autopar.passes.batching import rows_to_add
 from autopar.passes.capture import capture
+from autopar.planner.inputs import kind_of
 from autopar.runtime.added import Added, Grown
 
 
 def rows_of(inputs: Mapping[str, Any]) -> int:
-    """How many rows a batch has: what most inputs agree on; 0 where they are in pieces already."""
-    tensors = [x for _, x in tracing.tree_leaves_with_path(dict(inputs)) if isinstance(x, Tensor)]
+    """How many rows a batch has: what most inputs but caches agree on; 0 where they are in pieces already."""
+    states = states_among(inputs)
+    own = {name: x for name, x in inputs.items() if name not in states}
+    tensors = [x for _, x in tracing.tree_leaves_with_path(own) if isinstance(x, Tensor)]
     sizes = [x.shape[0] for x in tensors if x.dim()]
     return 0 if any(isinstance(x, DTensor) for x in tensors) else max(set(sizes), key=sizes.count, default=0)
 
@@ -49,8 +53,7 @@ def rows_added(
     """
     rows = rows_of(inputs)
     more = -rows % pieces
-    leaves = dict(tracing.tree_leaves_with_path(dict(inputs)))
-    names = tuple(name for name, x in leaves.items() if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows)
+    names = _by_rows(inputs, rows)
     captured = [
         capture(model, _with_rows(names, rows, num, {}).pad_tree(inputs), precision=precision, training=training)
         for num in (rows + more, 2 * (rows + more))
@@ -64,6 +67,20 @@ def rows_added(
         raise AutoparError("a mean over all rows counts those that were added")
     cut = tuple(((each.batch_dim or 0, rows),) if each.combine == "concat" else () for each in outputs)
     return _with_rows(names, rows, rows + more, fill, cut)
+
+
+def even(inputs: Mapping[str, Any], pieces: int) -> dict[str, Any] | None:
+    """A batch of as many rows as `pieces` divides, the fewest from those on that a batch has, to plan for alone; None
+    where it divides them.
+    """
+    rows = rows_of(inputs)
+    grown = _with_rows(_by_rows(inputs, rows), rows, rows + -rows % pieces, {})
+    return grown.pad_tree(kind_of(inputs)) if rows % pieces else None
+
+
+def _by_rows(inputs: Mapping[str, Any], rows: int) -> tuple[str, ...]:
+    leaves = tracing.tree_leaves_with_path(dict(inputs))
+    return tuple(name for name, x in leaves if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows)
 
 
 def _with_rows(

@@ -47,12 +47,13 @@ class Additions:
         self._said: set[str] = set()
 
     def rows(self, inputs: Mapping[str, Any], pieces: int, told: Told, *, training: bool) -> Added | None:
-        """Rows that a batch gets for the axes to divide it, where they leave no trace; the same on every rank.
+        """Rows that a batch gets for the axes to divide it, where they leave no trace; the same on every rank. None
+        beside caches, of which each call would make a longer copy.
 
         pieces: that rows are cut in.
         """
         rows = rows_of(inputs)
-        if not rows or rows % pieces == 0:
+        if not rows or rows % pieces == 0 or caches.states_among(inputs):
             return None
         kind = (*shapes_key(self.blueprint, inputs), training)
         if kind not in self._rows:

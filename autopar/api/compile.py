@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
+from autopar.api.added_rows import even
 from autopar.api.additions import Additions, shapes
 from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
@@ -259,6 +260,8 @@ class _Planner:
         batch = inputs if found is None else Added(found.inputs, ()).pad_tree(inputs)
         pieces = self.undivided.pieces_by(None if self.first is None else self.first.interface)
         rows = self._additions.rows(batch, pieces, self._told, training=differentiate)
+        if self.first is None and rows is None and (divided := even(batch, pieces)) is not None:
+            self._prepared(divided, differentiate)  # by which parameters lie as was asked
         executable = self._prepared(batch if rows is None else rows.pad_tree(batch), differentiate)
         return executable if found is None and rows is None else self._with(executable, found, rows)
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from autopar.api.added_rows import pieces_of, rows_of
 from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE
 from autopar.machine.mesh import Mesh
-from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.axis import AUTO, AxisStrategy
 from autopar.strategies.context import SequenceDoesNotDivide, of_whole_sequence
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
@@ -80,23 +81,42 @@ class Undivided:
     def planned(self, mesh: Mesh, options: Mapping[str, Any], make: Callable[..., Plan]) -> Plan:
         """A plan for a batch in which what the axes do not divide is whole on them.
 
+        Where what a strategy allows does not go with that (tokens that are sent to the ranks of their experts have to
+        be split), those axes are left to the solver, around parameters that lie somewhere already.
+
         options: of a plan, `example_inputs` among them. make: of options.
 
         Raises:
-            AutoparError: anything else that stands in the way.
+            AutoparError: what stands in the way of what was asked.
         """
         inputs = options["example_inputs"]
+        has_places = any(pinned.taken for pinned in options["constraints"])
         options = {**options, "constraints": [*options["constraints"], *self.pins(inputs)]}
         self.tell(inputs)
+        strategies, asked = resolve(options["strategy"], mesh), pipeline_of(options["strategy"], mesh)
+        names = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
+        stages = {} if asked is None else {AXIS: asked}
+
+        def under(strategies: Sequence[AxisStrategy]) -> Plan:
+            return make(**{**options, "strategy": {**stages, **dict(zip(names, strategies, strict=True))}})
+
         try:
             return make(**options)
-        except SequenceDoesNotDivide as error:
-            self._tell("sequence", "autopar: %s Each of its ranks computes all of it (said once)", error)
-            asked = pipeline_of(options["strategy"], mesh)
-            names = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
-            strategies = of_whole_sequence(resolve(options["strategy"], mesh))
-            stages = {} if asked is None else {AXIS: asked}
-            return make(**{**options, "strategy": {**stages, **dict(zip(names, strategies, strict=True))}})
+        except AutoparError as error:
+            whole, problem = [name for name, _ in self.left(inputs)], error
+        if (of_sequence := _of_sequence(problem)) is not None:
+            self._tell("sequence", "autopar: %s Each of its ranks computes all of it (said once)", of_sequence)
+            whole += [name for name, _ in self.sequence]
+            try:
+                return under(of_whole_sequence(strategies))
+            except AutoparError as error:
+                problem = error
+        if not whole or not has_places:
+            raise problem
+        try:
+            return under([AUTO if name in whole else each for name, each in zip(names, strategies, strict=True)])
+        except AutoparError:
+            raise problem from None
 
     def pins(self, inputs: Mapping[str, Any]) -> list[Pin]:
         """That keep a batch whole where it does not divide."""
@@ -118,3 +138,13 @@ class Undivided:
         if what not in self._told:
             self._told.add(what)
             logger.warning(text, *values)
+
+
+def _of_sequence(error: BaseException) -> SequenceDoesNotDivide | None:
+    """The first that was in the way, where it was a sequence that an axis does not divide."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, SequenceDoesNotDivide):
+            return found
+        found = found.__cause__ or found.__context__
+    return None

@@ -52,6 +52,11 @@ def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
             eos_token_id=2,
         )  # fmt: skip
         model = transformers.T5ForConditionalGeneration(config)
+    elif name == "mixtral":
+        config = transformers.MixtralConfig(
+            **heads, **words, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
+        )  # fmt: skip
+        model = transformers.MixtralForCausalLM(config)
     elif name == "bart":
         config = transformers.BartConfig(
             d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import autopar
+from autopar.api.added_rows import even, rows_of
+from autopar.api.additions import Additions
+from autopar.api.stored import pins_of
 from autopar.api.undivided import Undivided
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface import caches
 from autopar.cli.models import catalogue
 from autopar.ir.sharding import REPLICATE
 from autopar.strategies.context import SequenceDoesNotDivide
-from autopar.strategies.names import by_name
+from autopar.strategies.names import Pin, by_name
 
 
 class Net(nn.Module):
@@ -51,9 +57,9 @@ def mesh(text: str) -> autopar.Mesh:
         ("pp=2,dp=2", {"pp": "1f1b", "dp": "ddp"}, 3, (("dp", 2),)),
     ],
 )
-def test_axes_that_do_not_split_a_batch(axes: str, strategy: object, rows: int, left: object) -> None:
+def test_axes_that_do_not_split_a_batch(axes: str, strategy: Any, rows: int, left: object) -> None:
     """Breaks if an axis that divides what others leave counts as one that does not, or one that splits no rows."""
-    assert Undivided.of(None, strategy, mesh(axes), None).left(batch(rows)) == left  # type: ignore[arg-type]
+    assert Undivided.of(None, strategy, mesh(axes), None).left(batch(rows)) == left
 
 
 def test_pieces_are_of_what_is_named_and_of_the_first_plan() -> None:
@@ -119,6 +125,73 @@ def test_a_sequence_that_does_not_divide_is_whole(strategy: str, caplog: pytest.
     assert made[1][axis].parameters == by_name(strategy).parameters
     (text,) = caplog.messages
     assert "Each of its ranks computes all of it" in text
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_axes_are_the_solvers_where_a_strategy_cannot_do_without_rows(stored: bool) -> None:
+    """Breaks if other axes are the solver's as well, parameters that lie nowhere yet are laid as nobody asked, or what
+    is said is of the last attempt.
+    """
+    over, asked = mesh("dp=2,ep=2"), {"dp": "zero3", "ep": "expert"}
+    tried: list[Any] = []
+
+    def make(**options: Any) -> Any:
+        tried.append(options["strategy"])
+        if len(tried) == 1 or not stored:
+            raise AutoparError(f"attempt {len(tried)}")
+        return "a plan"
+
+    constraints = [Pin("weight", (("ep", REPLICATE),), taken=stored)]
+    options = {"example_inputs": batch(6), "constraints": constraints, "strategy": asked}
+    planned = Undivided.of(None, asked, over, None).planned
+    if stored:
+        found: Any = planned(over, options, make)
+        assert found == "a plan"
+        assert tried == [asked, {"dp": by_name("zero3"), "ep": by_name("auto")}]
+    else:
+        with pytest.raises(AutoparError, match="attempt 1"):
+            planned(over, options, make)
+        assert tried == [asked]
+    with pytest.raises(AutoparError, match="attempt 1"):  # of what divides nothing else is tried
+        tried = []
+        planned(over, {**options, "example_inputs": batch(4)}, make)
+
+
+@pytest.mark.moderate
+def test_tokens_that_no_axis_splits_find_their_experts() -> None:
+    """Breaks if a batch that does not divide is wrong, or refused, where experts lie on the ranks of one axis."""
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (2, 8))
+    over = mesh("ep=2")
+    first = autopar.plan(model, over, example_inputs={"input_ids": ids, "labels": ids}, strategy="zero3+expert")
+    odd = {"input_ids": ids[:1], "labels": ids[:1]}
+    options = {"example_inputs": odd, "constraints": pins_of(first.interface), "strategy": "zero3+expert"}
+    undivided = Undivided.of(None, "zero3+expert", over, None)
+    plan = undivided.planned(over, options, partial(autopar.plan, model, over))
+    assert plan.verify().ok
+
+
+def test_batches_that_divide_are_planned_for_before_one_that_does_not() -> None:
+    """Breaks if parameters lie as a batch has them that no axis splits, or what has other dims is made longer."""
+    given = {"x": torch.zeros(3, 4), "y": [torch.zeros(3), torch.zeros(5, 3)], "flag": True}
+    found = even(given, 2)
+    assert found is not None
+    assert (found["x"].shape, found["x"].device.type) == ((4, 4), "meta")
+    assert [each.shape for each in found["y"]] == [(4,), (5, 3)] and found["flag"] is True
+    assert even(given, 3) is None and even(given, 1) is None
+
+
+@pytest.mark.moderate
+def test_nothing_is_added_to_caches() -> None:
+    """Breaks if each call makes a longer copy of a cache, of which parts are cut off again."""
+    model = catalogue.load("gpt2", tiny=True, batch=(2, 8), device="cpu").model.eval()
+    cache = caches.new_cache(model, 3, 8, torch.device("cpu"))
+    given = {"input_ids": torch.ones(3, 2, dtype=torch.long), "past_key_values": cache}
+    assert rows_of(given) == 3
+    assert Additions(model, None, None, lambda net: net).rows(given, 2, lambda find: find(), training=False) is None
 
 
 @pytest.mark.moderate
