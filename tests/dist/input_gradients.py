@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16)) for _ in range(3)])
         self.last = nn.Linear(16, 1)
 
     def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
@@ -119,12 +120,12 @@ def both_ways(critic: Any) -> Found:
     return {"x": whole(x.grad), **{name: whole(p.grad) for name, p in critic.named_parameters()}}
 
 
-def style(critic: Any, by: str) -> Found:
-    """The picture is what is trained; the model is frozen."""
+def style(critic: Any, by: str, scale: float = 1.0) -> Found:
+    """The picture, `scale` times what it is, is what is trained; the model is frozen."""
     for parameter in critic.parameters():
         parameter.requires_grad_(False)
-    picture = numbers(ROWS, 8).clone().requires_grad_()
-    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "lbfgs": torch.optim.LBFGS}
+    picture = (scale * numbers(ROWS, 8)).requires_grad_()
+    kinds: dict[str, Any] = {"adam": torch.optim.Adam, "lbfgs": partial(torch.optim.LBFGS, max_iter=3)}
     optimizer = kinds[by]([picture], lr=0.1)
     losses: list[float] = []
 
@@ -139,6 +140,12 @@ def style(critic: Any, by: str) -> Found:
         optimizer.step(closure)
     assert all(parameter.grad is None for parameter in critic.parameters())
     return {"picture": whole(picture), "losses": losses}
+
+
+def rounding(by: str) -> float:
+    """How far eager's picture comes to lie, relatively, from where it does of one that is a unit of rounding away."""
+    plain, moved = (style(models()[1], by, scale)["picture"] for scale in (1.0, 1 + 2.0**-52))
+    return float((moved - plain).norm() / plain.norm())
 
 
 def prompted(model: Any, batch: dict[str, Any]) -> Found:

@@ -13,6 +13,7 @@ from tests.dist.launch import launch
 
 PLAIN = ("gan", "attack", "both ways", "changed", "adam", "lbfgs")
 FLOAT32 = 64 * 2.0**-23
+FLOAT64 = 64 * 2.0**-52
 
 
 @cache
@@ -20,7 +21,7 @@ def eager(kind: str) -> dict[str, Any]:
     return work.scripts(kind, lambda model: model)
 
 
-def check(kind: str, found: dict[str, Any], tolerance: float = 1e-10) -> None:
+def check(kind: str, found: dict[str, Any], tolerance: float) -> None:
     expected = eager(kind)
     assert found.keys() == expected.keys()
     for name, want in expected.items():
@@ -47,7 +48,8 @@ def test_scripts_of_plain_models(axes: tuple[str, ...], sizes: tuple[int, ...], 
     """
     for rank in launch(work.compiled, 2 ** len(sizes), list(PLAIN), axes, sizes, strategy, options, timeout_s=240.0):
         for kind, found in zip(PLAIN, rank, strict=True):
-            check(kind, found)
+            # LBFGS divides by differences of gradients: what it makes of rounding is measured, of eager alone.
+            check(kind, found, max(FLOAT64, 16 * work.rounding(kind)) if kind == "lbfgs" else FLOAT64)
 
 
 @pytest.mark.sampled(1)
@@ -78,7 +80,7 @@ def test_microbatches_have_rows_of_their_own() -> None:
     kinds = ["attack", "adam"]
     for rank in launch(work.compiled, 2, kinds, ("dp",), (2,), "zero3", {"microbatches": 2}, timeout_s=240.0):
         for kind, found in zip(kinds, rank, strict=True):
-            check(kind, found)
+            check(kind, found, FLOAT64)
 
 
 def test_pieces_get_pieces() -> None:
