@@ -204,9 +204,10 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
     uses_dropout = any(_draws(node) for node in region.graph.nodes)
     seed = [torch.empty((), dtype=torch.int64, device="meta")] if uses_dropout else []
     tangents = [_meta(region.outputs[i].type) for i in region.tangents]
-    replay, drawn = _Replay(region, batch), list[tuple[int, ...]]()
+    drawn = list[tuple[int, ...]]()
 
     def joint(*arguments: torch.Tensor) -> tuple[Any, ...]:
+        replay = _Replay(region, batch)
         values, rest = arguments[: len(examples)], list(arguments[len(examples) :])
         nothing: contextlib.AbstractContextManager[list[tuple[int, ...]]] = contextlib.nullcontext([])
         with operators.tracing_seed(rest.pop(0)) if uses_dropout else nothing as shapes:

@@ -59,10 +59,10 @@ def meta_clone(
     for parameter in model.parameters():
         if id(parameter) not in left_out:
             empty = emptied(parameter, precision, mode)
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = _kept(nn.Parameter(empty, requires_grad=parameter.requires_grad), mode)
     for buffer in model.buffers():
         if id(buffer) not in left_out:
-            memo[id(buffer)] = emptied(buffer, None, mode)
+            memo[id(buffer)] = _kept(emptied(buffer, None, mode), mode)
     for module in model.modules():
         # What a hook makes of parameters (torch.nn.utils.weight_norm) is made anew; torch copies leaves alone.
         results = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and not x.is_leaf]
@@ -100,10 +100,15 @@ def emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorMo
     if not isinstance(value, torch.Tensor):
         return value
     dtype = seen_dtype(value, precision)
-    if mode is None:
-        return torch.empty(value.shape, dtype=dtype, device="meta")
-    with mode:
-        return torch.empty(value.shape, dtype=dtype, device="cpu")
+    empty = torch.empty(value.shape, dtype=dtype, device="meta")
+    return empty if mode is None else compat.stand_in(empty, mode)
+
+
+def _kept(value: torch.Tensor, mode: compat.FakeTensorMode | None) -> torch.Tensor:
+    """A parameter or a buffer that is traced as it is."""
+    if mode is not None:
+        compat.traced_itself(value, mode)
+    return value
 
 
 def seen_dtype(parameter: torch.Tensor, precision: torch.dtype | None) -> torch.dtype:

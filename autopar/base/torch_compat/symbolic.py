@@ -8,8 +8,9 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from autopar.base.torch_compat.tracing import pytree, tree_leaves_with_path
+from autopar.base.torch_compat.tracing import tree_leaves_with_path
 
 AUTO = torch.export.Dim.AUTO
 _PLAIN = (sympy.Integer, sympy.Symbol, sympy.Add, sympy.Mul, sympy.Pow)

@@ -20,10 +20,11 @@ from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 # capture: tensors without data that torch.export traces on, and what it raises when control flow depends on data.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # capture, differentiate: graphs whose code is written when they are called, which ours never are.
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 # capture: the tracer of modules, as torch.export makes it.
 from torch.fx.experimental import proxy_tensor
@@ -31,9 +32,8 @@ from torch.fx.experimental import proxy_tensor
 # differentiate: the tracer below dispatch that records forward and backward of one region in one graph.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 # capture: what a model makes of Python's own numbers is computed while it is traced.
 from torch.utils._python_dispatch import _disable_current_modes
@@ -43,6 +43,11 @@ from autopar.base.torch_compat.frames import is_tracer_file as is_tracer_file
 from autopar.base.torch_compat.frames import model_frames as model_frames
 from autopar.base.torch_compat.frames import model_source_line as model_source_line
 from autopar.base.torch_compat.frames import own_frames
+from autopar.base.torch_compat.recorder import NotPlain, current, recorded
+from autopar.base.torch_compat.stand_ins import fake_mode as fake_mode
+from autopar.base.torch_compat.stand_ins import on_meta as on_meta
+from autopar.base.torch_compat.stand_ins import stand_in as stand_in
+from autopar.base.torch_compat.stand_ins import traced_itself as traced_itself
 from autopar.base.torch_compat.trees import ReadNumber as ReadNumber
 from autopar.base.torch_compat.trees import dump_treespec as dump_treespec
 from autopar.base.torch_compat.trees import load_treespec as load_treespec
@@ -80,32 +85,6 @@ def storage_id(value: torch.Tensor) -> int | None:
     return int(value.untyped_storage()._cdata) if held else None
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have a shape and a dtype, no data, and say that they are on the CPU, for `torch.export`.
-
-    What a model makes of Python's own numbers while it is traced keeps its values, which it does not on meta.
-    """
-    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-
-
-def on_meta(graph: fx.Graph) -> None:
-    """Values and operators of a graph that was traced on fake tensors, on the meta device; in place."""
-
-    def moved(value: Any) -> Any:
-        return torch.device("meta") if isinstance(value, torch.device) else value
-
-    def emptied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return value
-
-    for node in graph.nodes:
-        node.args = pytree.tree_map(moved, node.args)
-        node.kwargs = pytree.tree_map(moved, node.kwargs)
-        if "val" in node.meta:
-            node.meta["val"] = pytree.tree_map(emptied, node.meta["val"])
-
-
 def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.Tensor.tolist) -> Any:
     """What `of` says, outside of the trace, of a traced tensor that is made of Python's own numbers alone: them, in
     nested lists. None where anything else goes into it, or nothing is traced.
@@ -135,15 +114,18 @@ def node_of(value: torch.Tensor) -> fx.Node | None:
 
 def count_recorded() -> int:
     """How many nodes the trace that is under way has recorded; 0 where nothing is traced."""
+    if (recorder := current()) is not None:
+        return recorder.count
     mode = get_proxy_mode()
     return 0 if mode is None else len(mode.tracer.graph.nodes)
 
 
 def recorded_since(count: int) -> Iterator[fx.Node]:
     """The nodes that the trace recorded since `count_recorded` said so many, the last one first."""
-    mode = get_proxy_mode()
-    if mode is not None:
-        yield from itertools.islice(reversed(mode.tracer.graph.nodes), len(mode.tracer.graph.nodes) - count)
+    recorder, mode = current(), get_proxy_mode()
+    graph = recorder.graph if recorder is not None else None if mode is None else mode.tracer.graph
+    if graph is not None:
+        yield from itertools.islice(reversed(graph.nodes), len(graph.nodes) - count)
 
 
 def called_beside_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -389,8 +371,14 @@ class _OfItsThread(proxy_tensor._ModuleStackTracer):
 def make_fx(
     function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]], arguments: list[torch.Tensor]
 ) -> fx.GraphModule:
-    """Record `function` on fake tensors as a flat graph of ATen operators."""
+    """Record `function` on tensors without data as a flat graph of ATen operators. It is called again where something
+    is not plain, which only torch's own recording knows how to go about, or says what is wrong.
+    """
     with exclusive():
+        if all(each.is_meta for each in arguments):
+            with contextlib.suppress(NotPlain, NotImplementedError, RuntimeError):
+                graph = recorded(function, decompositions, arguments)
+                return _make_graph_module(torch.nn.Module(), graph, "recorded")
         return _make_fx(function, decomposition_table=dict(decompositions), tracing_mode="fake")(*arguments)
 
 
@@ -423,6 +411,8 @@ ORIGIN_KEY = "autopar_origin"
 
 def recorded_node(value: object) -> fx.Node | None:
     """The node that stands for a tensor in the graph that the surrounding `make_fx` records."""
+    if (recorder := current()) is not None:
+        return recorder.node_of(value)
     mode = get_proxy_mode()
     if mode is None or not isinstance(value, torch.Tensor):
         return None
@@ -469,7 +459,7 @@ class BackwardWatch:
         self._start = count_recorded()
 
     def _after(self, node: Any, made: Iterable[Any]) -> None:
-        if get_proxy_mode() is not None:
+        if current() is not None or get_proxy_mode() is not None:
             self._ends(node, [recorded_node(value) for value in made], list(recorded_since(self._start)))
 
 
