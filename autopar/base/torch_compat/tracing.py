@@ -43,7 +43,7 @@ from autopar.base.torch_compat.frames import is_tracer_file as is_tracer_file
 from autopar.base.torch_compat.frames import model_frames as model_frames
 from autopar.base.torch_compat.frames import model_source_line as model_source_line
 from autopar.base.torch_compat.frames import own_frames
-from autopar.base.torch_compat.recorder import NotPlain, current, recorded
+from autopar.base.torch_compat.recorder import current, recorded
 from autopar.base.torch_compat.stand_ins import fake_mode as fake_mode
 from autopar.base.torch_compat.stand_ins import on_meta as on_meta
 from autopar.base.torch_compat.stand_ins import stand_in as stand_in
@@ -376,7 +376,7 @@ def make_fx(
     """
     with exclusive():
         if all(each.is_meta for each in arguments):
-            with contextlib.suppress(NotPlain, NotImplementedError, RuntimeError):
+            with contextlib.suppress(Exception):
                 graph = recorded(function, decompositions, arguments)
                 return _make_graph_module(torch.nn.Module(), graph, "recorded")
         return _make_fx(function, decomposition_table=dict(decompositions), tracing_mode="fake")(*arguments)
