@@ -4,9 +4,10 @@
 a ring, `step.py` is a node of the user's autograd graph, `module.py` makes parameters DTensors under their names,
 `executable.py` and `engine.py` hold what runs, `plain.py` a step on plain tensors, `stage.py`, `pipeline.py` and
 `p2p.py` a pipeline, `checks.py`, `dry_run.py` and `order.py` compare ranks before the first step, `agreement.py` at
-every forward, `checker/` gives every value of a program a type, `simulate.py`,
-`simulate_pipeline.py` and `simulated_comm.py` run all ranks as threads, `optimizers.py`, `local_update.py` and
-`clipping.py` take the step's end, `checkpoint/` saves and loads, `weights.py` initializes, `kernels/` are Triton's.
+every forward, `nearby.py` has sockets for small messages on one machine, `checker/` gives every value of a program a
+type, `simulate.py`, `simulate_pipeline.py` and `simulated_comm.py` run all ranks as threads, `optimizers.py`,
+`local_update.py` and `clipping.py` take the step's end, `checkpoint/` saves and loads, `weights.py` initializes,
+`kernels/` are Triton's.
 `autopar/runtime` is a link to this folder. What users' scripts do around the step: `seen_whole.py` (outputs),
 `state.py` (states in eager's words), `hooks.py`, `whole_update.py` (optimizers that look at whole tensors),
 `meeting.py` (what one rank must not do alone).

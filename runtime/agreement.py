@@ -32,6 +32,7 @@ from autopar.runtime.alike import Alike, Values, differing, digest, first_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.edits import Edits
+from autopar.runtime.nearby import Nearby
 from autopar.runtime.p2p import tells_of_time
 from autopar.runtime.trail import BEGINNING
 
@@ -138,6 +139,8 @@ class Agreement:
         self.alike: Alike | None = None
         self.writes, self.apart = Edits({}), frozenset[str]()
         self._steps = self._num_ranks = 0
+        self._nearby: Nearby | None = None
+        self._odd = torch.zeros(0, dtype=torch.int64, device=comm.device)
         self._given: list[Tensor] = []
         self._sent: _Sent | None = None
         self._seed: int | Tensor | None = None
@@ -168,7 +171,10 @@ class Agreement:
         """
         self.settle()
         self._seed = None
-        self._num_ranks = self._num_ranks or dist.get_world_size()
+        if not self._num_ranks:
+            self._num_ranks = dist.get_world_size()
+            if self._num_ranks > 1 and self.device.type == "cpu":
+                self._nearby = self._with_all(call.number, self.comm.neighbours)
         if self._num_ranks == 1:
             return
         seed = draws.peek()
@@ -180,20 +186,20 @@ class Agreement:
         samples = [] if alike is None else alike.numbers(call.number)
         kinds = call.kinds_of_inputs()
         alike_everywhere = {name: x for name, x in call.inputs.items() if _is_compared(x) and name not in self.apart}
-        values = {name: _values(x, self.device) for name, x in alike_everywhere.items()}
+        parts = [_bits(x).to(self.device) for x in alike_everywhere.values()]
+        bits = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
         texts = (repr(kinds), call.graph, repr(bytes(trained)), settings)
         known = (call.number, _hash(bytes(modes)), int(records), *map(_hash, texts))
         known = (*known, steps, _hash(bytes(graded)), int(bool(written)))
         known = (*known, 0, _hash(self.held), 0, seed, *[0] * len(samples))
-        odd = [torch.zeros((), dtype=torch.int64, device=self.device)]
-        odd += [value * (2 * place + 1) for place, value in enumerate(values.values())]
         own = torch.tensor(known, dtype=torch.int64).to(self.device)
-        own[SENT.index(VALUES)] = torch.stack(odd).sum()
-        for place, number in ((SENT.index(GIVEN), given), *enumerate(samples, len(SENT))):
+        numbers = ((SENT.index(VALUES), self._number_of(bits)), (SENT.index(GIVEN), given))
+        for place, number in (*numbers, *enumerate(samples, len(SENT))):
             if isinstance(number, Tensor):
                 own[place] = number
-        found = torch.empty(dist.get_world_size() * len(own), dtype=torch.int64, device=self.device)
-        work = self._with_all(call.number, lambda: all_gather_single(found, own, async_op=True))
+        found, work = self._sent_to_all(call.number, own)
+        # Steps that are trained go through gloo whatever their size: whoever counts or times what it sends sees all.
+        self.comm.nearby = None if records else self._nearby
 
         def details() -> dict[str, Detail]:
             said = [str(call.number), f"{sum(modes)} of {len(modes)} modules train", str(records)]
@@ -202,13 +208,33 @@ class Agreement:
             known += [{"": f"{sum(trained)} of {len(trained)} parameters"}, {"": settings}, {"": str(steps)}]
             known += [{"": f"{sum(graded)} of {len(graded)} parameters"}, {"": _few(written)}]
             known += [{"": ", ".join(f"{loss:g}" for loss in map(float, losses)) or "none"}]
-            return dict(zip(FACTS, [*known, {name: str(int(value)) for name, value in values.items()}], strict=True))
+            own = zip(alike_everywhere, bits.split([*map(len, parts)]), strict=True)
+            known.append({name: str(int(self._number_of(each))) for name, each in own})
+            return dict(zip(FACTS, known, strict=True))
 
         axes = () if alike is None else alike.axes
         self._sent = _Sent(call.number, found, work, details, axes)
         self._seed = found[SENT.index(SEED)]  # rank 0's
         if self.device.type == "cpu":
             self.settle()
+
+    def _number_of(self, bits: Tensor) -> Tensor:
+        """A hash of int64 numbers [n], which their order is part of: an int64 scalar; nothing waits for it."""
+        if len(self._odd) < len(bits):
+            with torch.inference_mode(False):
+                odd = torch.arange(1, 4 * len(bits), 2, device=self.device)
+            self._odd = odd * 0x9E3779B97F4A7
+        return (bits * self._odd[: len(bits)]).sum()
+
+    def _sent_to_all(self, number: int, own: Tensor) -> tuple[Tensor, Any]:
+        """What will hold the numbers of all ranks, and what to wait for."""
+        nearby = self._nearby
+        if nearby is not None:
+            ranks = range(self._num_ranks)
+            with self.comm.trail.waiting(BEGINNING):
+                return self._with_all(number, lambda: nearby.gather(ranks, own, self.comm.timeout_s)).view(-1), None
+        found = torch.empty(self._num_ranks * len(own), dtype=torch.int64, device=self.device)
+        return found, self._with_all(number, lambda: all_gather_single(found, own, async_op=True))
 
     def seed(self) -> int | Tensor:
         """The seed of the forward that has begun, which it takes from the generator: the same number on every rank, or
@@ -226,12 +252,17 @@ class Agreement:
             return
         sent, self._sent = self._sent, None
         with self.comm.trail.waiting(BEGINNING):
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and sent.work is not None:
                 self._with_all(sent.number, lambda: sent.work.wait(timedelta(seconds=self.comm.timeout_s)))
-            else:
+            elif sent.work is not None:
                 sent.work.wait()  # the stream does; what never comes is ended by the process group's watchdog
             numbers = sent.found.view(-1, len(SENT) + len(sent.axes)).tolist()
-        rows = [dict(zip(SENT, row, strict=False)) for row in numbers]
+        if any(row[: SENT.index(SEED)] != numbers[0][: SENT.index(SEED)] for row in numbers):
+            self._compare_facts(sent, [dict(zip(SENT, row, strict=False)) for row in numbers])
+        for place, axis in enumerate(sent.axes, len(SENT)):
+            self._compare(axis, sent.number, [row[place] for row in numbers])
+
+    def _compare_facts(self, sent: _Sent, rows: Sequence[Mapping[str, int]]) -> None:
         for fact, remedy in FACTS.items():
             different = [rank for rank, row in enumerate(rows) if row[fact] != rows[_like(rows, rank, fact)][fact]]
             if different:
@@ -239,8 +270,6 @@ class Agreement:
                 same = [rank for rank in different if _like(rows, rank, fact) == first]
                 details = gather_objects(sent.details()[fact])
                 raise _disagreement(fact, remedy, first, same, details)
-        for place, axis in enumerate(sent.axes, len(SENT)):
-            self._compare(axis, sent.number, [row[place] for row in numbers])
 
     def _compare(self, axis: str, number: int, found: Sequence[int]) -> None:
         """What ranks of an axis hold alike. found: of each rank."""
@@ -385,15 +414,13 @@ def _is_compared(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.numel() > 0 and not leaf.is_meta
 
 
-def _values(x: Tensor, device: torch.device) -> Tensor:
-    """A hash of some elements, an int64 scalar on the device; nothing waits for it."""
+def _bits(x: Tensor) -> Tensor:
+    """Some elements as int64 numbers [n]."""
     flat = x.detach().reshape(-1)
     taken = flat[:: max(1, flat.numel() // SAMPLES)][: 2 * SAMPLES]
     if taken.is_complex():
         taken = torch.view_as_real(taken).reshape(-1)
-    bits = taken.double().view(torch.int64) if taken.is_floating_point() else taken.long()
-    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device) * 0x9E3779B97F4A7
-    return (bits * odd).sum().to(device)
+    return taken.double().view(torch.int64) if taken.is_floating_point() else taken.long()
 
 
 def call_of(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar.base.torch_compat.distributed import local_tensor
+from autopar.base.torch_compat.distributed import dtensor_of, local_tensor
+from autopar.runtime.communicator import Communicator
 
 
 def is_plain_index(index: Any) -> bool:
@@ -45,27 +47,30 @@ def part(x: DTensor, index: Any) -> DTensor | None:
     else:
         index = (*index, *rest)
     moved: dict[int, int] = {}
-    dim = place = 0
+    shape: list[int] = []
+    dim = 0
     for each in index:
         if type(each) is int:
             dim += 1
         elif each is None:
-            place += 1
+            shape.append(1)
         else:
             if each == slice(None):
-                moved[dim] = place
-            dim, place = dim + 1, place + 1
+                moved[dim] = len(shape)
+            shape.append(len(range(*each.indices(x.shape[dim]))) if dim < x.ndim else 0)
+            dim += 1
     if dim != x.ndim or any(type(each) is Shard and each.dim not in moved for each in x.placements):
         return None
-    local = local_tensor(x)[index]
-    shape = torch.empty(x.shape, device="meta")[index].shape
+    local = local_tensor(x)[index].detach()
     placements = [Shard(moved[each.dim]) if isinstance(each, Shard) else each for each in x.placements]
-    return _held(local, x, placements, shape)
+    return dtensor_of(local, x, placements, shape)
 
 
-def argmax(x: DTensor, input: Any, dim: int | None = None, keepdim: bool = False) -> Tensor | None:
-    """As of torch, whole; None where the pieces cannot tell it."""
-    found = None if dim is None else _best(x, dim, 1)
+def argmax(
+    x: DTensor, input: Any, dim: int | None = None, keepdim: bool = False, *, among: Communicator | None = None
+) -> Tensor | None:
+    """As of torch, whole; None where the pieces cannot tell it. among: who sends."""
+    found = None if dim is None else _best(x, dim, 1, among)
     if found is None:
         return None
     values, places, dim = found
@@ -73,10 +78,13 @@ def argmax(x: DTensor, input: Any, dim: int | None = None, keepdim: bool = False
     return best if keepdim else best.squeeze(dim)
 
 
-def topk(x: DTensor, input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """As of torch, whole; None where the pieces cannot tell it."""
+def topk(
+    x: DTensor, input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *,
+    among: Communicator | None = None,
+) -> Any:  # fmt: skip
+    """As of torch, whole; None where the pieces cannot tell it. among: who sends."""
     is_one = -x.ndim <= dim < x.ndim and 0 < k <= x.shape[dim] and largest and not x.requires_grad
-    found = _best(x, dim, k) if is_one else None
+    found = _best(x, dim, k, among) if is_one else None
     if found is None:
         return None
     values, places, dim = found
@@ -88,13 +96,18 @@ BY_NAME: dict[str, Callable[..., Any]] = {"argmax": argmax, "topk": topk}
 """Functions of torch -> what they give of pieces: (pieces, their arguments)."""
 
 
-def called(function: Callable[..., Any], x: DTensor, args: Any, kwargs: Any) -> Any:
+def called(function: Callable[..., Any], x: DTensor, args: Any, kwargs: Any, **more: Any) -> Any:
     """What one of such functions gives for a call; None where it is to be asked of the whole."""
     try:
-        inspect.signature(function).bind(x, *args, **kwargs)
+        _signature(function).bind(x, *args, **kwargs)
     except TypeError:  # an `out`, or what is no call of it: torch says so
         return None
-    return function(x, *args, **kwargs)
+    return function(x, *args, **kwargs, **more)
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def _is_plain(x: DTensor) -> bool:
@@ -102,7 +115,7 @@ def _is_plain(x: DTensor) -> bool:
     return all(type(each) in (Shard, Replicate) for each in x.placements)
 
 
-def _best(x: DTensor, dim: int, count: int) -> tuple[Tensor, Tensor, int] | None:
+def _best(x: DTensor, dim: int, count: int, among: Communicator | None = None) -> tuple[Tensor, Tensor, int] | None:
     """The `count` largest values of each rank's piece along a dim, whole, and where they are; and the dim, counted from
     the front. It is split, or others are: rows of which each rank has some.
     """
@@ -120,7 +133,9 @@ def _best(x: DTensor, dim: int, count: int) -> tuple[Tensor, Tensor, int] | None
         values, places = local.topk(have, -1)
     # Both are exact in float64, and go in one message; pieces of fewer values send some that are left out again.
     sent = torch.stack([values.double(), (places + sum(sizes[:own])).double()], -2)
-    sent = torch.nn.functional.pad(sent, (0, count - have)).flatten(-2)
+    if have < count:
+        sent = torch.nn.functional.pad(sent, (0, count - have))
+    sent = sent.flatten(-2)
     shape = [*(size for place, size in enumerate(x.shape) if place != dim), len(sizes) * 2 * count]
 
     def at_the_end(placement: Placement) -> Placement:
@@ -128,14 +143,35 @@ def _best(x: DTensor, dim: int, count: int) -> tuple[Tensor, Tensor, int] | None
             return placement
         return Shard(x.ndim - 1 if placement.dim == dim else placement.dim - (placement.dim > dim))
 
-    held = _held(sent.to(x.device_mesh.device_type), x, [at_the_end(each) for each in x.placements], shape)
-    every = local_tensor(held.redistribute(placements=[Replicate()] * x.device_mesh.ndim)).to(local.device)
+    held = dtensor_of(sent.to(x.device_mesh.device_type), x, [at_the_end(each) for each in x.placements], shape)
+    every = None if among is None else _from_neighbours(held, among)
+    if every is None:
+        every = local_tensor(held.redistribute(placements=[Replicate()] * x.device_mesh.ndim)).to(local.device)
     pairs = every.unflatten(-1, (len(sizes), 2, count)).transpose(-2, -3).flatten(-2)
     if min(sizes) < count:
         kept = [number * count + place for number, size in enumerate(sizes) for place in range(min(count, size))]
         pairs = pairs[..., torch.tensor(kept, device=pairs.device)]
     values, places = pairs.unbind(-2)
     return values.to(x.dtype).movedim(-1, dim), places.long().movedim(-1, dim), dim
+
+
+def _from_neighbours(held: DTensor, among: Communicator) -> Tensor | None:
+    """All of it, where ranks exchange small messages by themselves (`nearby.py`); None where they do not, or pieces are
+    of several sizes.
+    """
+    names, shape = held.device_mesh.mesh_dim_names or (), list(held.shape)
+    split = [(name, each.dim) for name, each in zip(names, held.placements) if type(each) is Shard]
+    for name, dim in split:
+        if name not in among.axes or shape[dim] % among.size(name):
+            return None
+        shape[dim] //= among.size(name)
+    found = local_tensor(held)
+    for name, dim in reversed(split):
+        pieces = among.beside(found, name)
+        if pieces is None:
+            return None
+        found = torch.cat(pieces.unbind(), dim)
+    return found
 
 
 def pieces_along(x: DTensor, dim: int) -> tuple[list[int], int]:
@@ -153,10 +189,3 @@ def pieces_along(x: DTensor, dim: int) -> tuple[list[int], int]:
             ]
             own = own * ranks + x.device_mesh.get_local_rank(axis)
     return sizes, own
-
-
-def _held(local: Tensor, like: DTensor, placements: list[Any], shape: Any) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )

@@ -14,7 +14,8 @@ pipeline's axis (`within`). Legend: n the size of the axis; *piece*: pieces.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ from autopar.base.torch_compat.distributed import all_gather_single, default_tim
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Event, Message, Pending
 from autopar.runtime.exchange import Coming, Sent, exchange_experts, exchange_experts_grad, send_tokens
+from autopar.runtime.nearby import Nearby
+from autopar.runtime.nearby import connect as connect_neighbours
 from autopar.runtime.p2p import Departures, as_sendable, connect, issue, issue_together, tells_of_time
 from autopar.runtime.ring import ring_attention, ring_attention_backward
 from autopar.runtime.transfers import Transfers
@@ -192,8 +195,13 @@ class ProcessGroupComm(MeshComm):
         super().__init__(names, tuple(device_mesh.shape), rank, device)
         self.device_mesh = device_mesh
         self._group = {axis: device_mesh.get_group(axis) for axis, size in zip(names, self.sizes) if size > 1}
+        self._ranks = {axis: dist.get_process_group_ranks(group) for axis, group in self._group.items()}
         self._departures = Departures()
         self.timeout_s = default_timeout_s(self.device) or self.timeout_s
+
+    def neighbours(self) -> Nearby | None:
+        """Sockets between all ranks of the job, if they have any (`nearby.py`). Collective."""
+        return connect_neighbours()
 
     def _within(self, axes: tuple[str, ...]) -> Communicator:
         mesh, missing = self.device_mesh, [axis for axis in axes if axis not in self.axes]
@@ -218,10 +226,35 @@ class ProcessGroupComm(MeshComm):
         return pending
 
     def _all_gather(self, x: Tensor, event: Event) -> Tensor:
-        return self._issue(x, event)()
+        found = self._among_neighbours(x, event)
+        return self._issue(x, event)() if found is None else found
 
     def _all_reduce(self, x: Tensor, event: Event) -> Tensor:
-        return self._issue(x, event)()
+        found = self._among_neighbours(x, event)
+        return self._issue(x, event)() if found is None else found
+
+    def _among_neighbours(self, x: Tensor, event: Event) -> Tensor | None:
+        """The result of a small collective that is waited for at once, where neighbours exchange it (`nearby.py`)."""
+        nearby, ranks = self.nearby, self._ranks[event.axis]
+        if nearby is None or not nearby.serves(ranks, x):
+            return None
+        sent, recorder = as_sendable(x), self.recorder
+        start = recorder.now() if recorder is not None else None
+        with self._waiting_for(event):
+            if event.kind == "all_gather":
+                found = nearby.gather(ranks, sent, self.timeout_s).view(len(ranks), *sent.shape)
+            else:
+                self._reduce_op(event.op, x)
+                op = "max" if x.dtype == torch.bool else event.op
+                found = nearby.reduce(ranks, sent, op, self.timeout_s)
+        if recorder is not None:
+            recorder.collective(event, start, None)
+        return found.view(x.dtype)
+
+    def beside(self, x: Tensor, axis: str) -> Tensor | None:
+        """See `Communicator`."""
+        event = Event("all_gather", axis, tuple(x.shape), str(x.dtype).removeprefix("torch."), 0, "beside a program")
+        return x.unsqueeze(0) if self._size[axis] == 1 else self._among_neighbours(x, event)
 
     def _reduce_scatter(self, pieces: Tensor, event: Event) -> Tensor:
         return self._issue(pieces, event)()
@@ -257,13 +290,18 @@ class ProcessGroupComm(MeshComm):
         return wait
 
     def _wait_for(self, work: Any, event: Event) -> None:
+        with self._waiting_for(event):
+            work.wait(timedelta(seconds=self.timeout_s))
+
+    @contextmanager
+    def _waiting_for(self, event: Event) -> Iterator[None]:
         begun = time.monotonic()
         try:
             with self.trail.waiting(event):
-                work.wait(timedelta(seconds=self.timeout_s))
+                yield
         except RuntimeError as error:
             is_late = time.monotonic() - begun >= self.timeout_s or tells_of_time(error)
-            others = [rank for rank in dist.get_process_group_ranks(self._group[event.axis]) if rank != dist.get_rank()]
+            others = [rank for rank in self._ranks[event.axis] if rank != dist.get_rank()]
             named = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
             does = f"waited {self.timeout_s:g} s for" if is_late else "lost"
             raise AutoparError(

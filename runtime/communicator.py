@@ -13,6 +13,7 @@ from autopar.base.errors import AutoparError
 from autopar.ir.positions import starts
 from autopar.ir.sharding import Shard, local_shape, parse_sharding, splits_of
 from autopar.runtime.event import Event, Message, Notes, Pending
+from autopar.runtime.nearby import Nearby
 from autopar.runtime.pieces import coordinates, cut, join, take
 from autopar.runtime.streams import Side, Streams, streams_of
 from autopar.runtime.trail import Trail
@@ -25,7 +26,7 @@ class Communicator:
     (`within`). where: free text, set by the generated program, that events and errors carry. timeout_s: the longest
     that a wait for another rank takes (seconds). recorder: None, or who writes down when everything ran. streams: the
     device's, None where it has none. trail: of this rank, for all views. experts: layers whose experts may move, by the
-    call that has them (runtime/expert_layers.py).
+    call that has them (runtime/expert_layers.py). nearby: what small messages go through now, for all views, or None.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Communicator:
         self.trail = Trail()
         self.experts: dict[str, Any] = {}
         self._journal: list[list[Event] | None] = [None]
+        self._nearby: list[Nearby | None] = [None]
         self._sides: dict[str, Side] = {}
         self._views: dict[tuple[str, ...], Any] = {}
         self._index = dict(zip(self.axes, coordinates(rank, self.sizes), strict=True))
@@ -58,6 +60,25 @@ class Communicator:
     def log(self, events: list[Event] | None) -> None:
         self._journal[0] = events
 
+    @property
+    def nearby(self) -> Nearby | None:
+        """Set alike on all ranks, between the same collectives."""
+        return self._nearby[0]
+
+    @nearby.setter
+    def nearby(self, found: Nearby | None) -> None:
+        self._nearby[0] = found
+
+    def neighbours(self) -> Nearby | None:
+        """A way for small messages between all ranks of the job, if there is one. Collective."""
+        return None
+
+    def beside(self, x: Tensor, axis: str) -> Tensor | None:
+        """The pieces [n, …] of an axis, of what is none of a program's (and not logged), where they go by `nearby`;
+        None where they do not. Collective.
+        """
+        return None
+
     def within(self, axes: Sequence[str]) -> Self:
         """This rank among those that share its place on all other axes. An axis that the mesh lacks has one rank.
 
@@ -67,6 +88,7 @@ class Communicator:
         if key not in self._views:
             view = self._within(key)
             view._journal, view._sides, view.streams = self._journal, self._sides, self.streams
+            view._nearby = self._nearby
             view.trail = self.trail
             self._views[key] = view
         return self._views[key]

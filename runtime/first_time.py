@@ -24,12 +24,13 @@ class FirstTimes:
         self.comm, self.is_apart = comm, False
         self._said: set[str] = set()
 
-    def choose(self, name: str) -> None:
-        """The first time that the largest of an output is looked for: every rank has to."""
+    def choose(self, name: str) -> Communicator:
+        """The first time that the largest of an output is looked for: every rank has to. Who sends for it."""
         what = f"look for the largest of {name}"
         if not self.is_apart and not {name, what} & self._said:
             self._said.add(what)
             meet(what, self.comm.timeout_s, f"Ask for the largest of {name} on every rank (and print on one)")
+        return self.comm
 
     def gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """The first time that an output is looked at whole: every rank has to, and it has a price."""

@@ -12,7 +12,7 @@ comes back for it is cut again: nothing in the user's script has to know. What t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
 from autopar.runtime import along, arrays, chosen_among, lost_writes, written
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.expert_layers import LAYER, at_home, from_slots, layer_of, to_slots
 
 KEPT = frozenset({
@@ -40,6 +41,7 @@ PIECEWISE = frozenset({
 OF_GRAPH = frozenset({"backward", "grad"})
 """Functions that walk the graph: parameters that they are given are leaves of it, of which no whole copy is."""
 OF_MEMORY = arrays.ARRAYS | arrays.SHARED | arrays.ADDRESSES
+T = TypeVar("T", bound=DTensor)
 HOOKS = frozenset({"register_hook", "retain_grad"})
 
 
@@ -54,7 +56,7 @@ class SeenWhole(DTensor):
     """
 
     _gather_first: Callable[[], None] | None = None
-    _choose_first: Callable[[], None] | None = None
+    _choose_first: Callable[[], Communicator] | None = None
     _hooked: Callable[[], None] | None = None
     _is_kept: bool = True
     _whole: Tensor | None = None
@@ -175,13 +177,14 @@ def seen_whole(
     dtensor: Tensor,
     gather_first: Callable[[], None] | None = None,
     *,
-    choose_first: Callable[[], None] | None = None,
+    choose_first: Callable[[], Communicator] | None = None,
     is_kept: bool = True,
 ) -> SeenWhole:
     """`dtensor` for plain code, differentiable, with the same pieces. gather_first: called before it is gathered, on
     all ranks; choose_first: before ranks tell each other the largest of their pieces.
     """
-    found = _Seen.apply(dtensor)
+    assert isinstance(dtensor, DTensor)
+    found = _Seen.apply(dtensor) if dtensor.requires_grad else _in_pieces(dtensor, local_tensor(dtensor), SeenWhole)
     assert isinstance(found, SeenWhole)
     found._gather_first, found._choose_first, found._is_kept = gather_first, choose_first, is_kept
     if (layer := vars(dtensor).get(LAYER)) is not None:
@@ -278,6 +281,13 @@ def _as_dtensor(x: Any) -> Any:
 
 def _piecewise(func: Any, x: SeenWhole, others: Any, kwargs: Any) -> SeenWhole:
     layer, is_alias = vars(x).get(LAYER), func.__name__ == "detach"
+    if layer is None and func.__name__ == "to":
+        with plain_functions():
+            found = func(local := local_tensor(x), *others, **kwargs)
+        if (found.dtype, found.device, found.stride()) == (local.dtype, local.device, local.stride()):
+            alike = _in_pieces(x, found, SeenWhole)
+            alike._gather_first, alike._choose_first, alike._is_kept = x._gather_first, x._choose_first, x._is_kept
+            return alike
     plain = _in_pieces(x, local_tensor(x), DTensor)
     if layer is not None and is_alias:
         setattr(plain, LAYER, layer)
@@ -304,12 +314,11 @@ def _of_pieces(name: str, x: SeenWhole, args: Any, kwargs: Any) -> Any:
         return seen
     if name not in chosen_among.BY_NAME:
         return None
-    if x._choose_first is not None:
-        x._choose_first()
-    return chosen_among.called(chosen_among.BY_NAME[name], x, args, kwargs)
+    among = None if x._choose_first is None else x._choose_first()
+    return chosen_among.called(chosen_among.BY_NAME[name], x, args, kwargs, among=among)
 
 
-def _in_pieces(x: DTensor, local: Tensor, kind: type[DTensor]) -> DTensor:
+def _in_pieces(x: DTensor, local: Tensor, kind: type[T]) -> T:
     return kind(local.detach(), x._spec, requires_grad=False)  # pyright: ignore
 
 

@@ -12,6 +12,7 @@ AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; 
 AUTOPAR_EXPERTS    on CUDA: ``triton`` (or nothing), autopar's kernels; ``torch``, PyTorch's products
 AUTOPAR_TUNE       ``1``: measure configurations of attention's kernels at their first calls (ranks may differ in bits)
 AUTOPAR_GRAPHS     ``0``: on one GPU, what ``generate()`` runs for every token is no CUDA graph
+AUTOPAR_NEARBY     ``0``: small messages between CPU ranks of one machine go through gloo, too
 =================  ============================================================================================
 """
 
@@ -112,6 +113,11 @@ def tunes(variables: Mapping[str, str] | None = None) -> bool:
 def cuda_graphs(variables: Mapping[str, str] | None = None) -> bool:
     """AUTOPAR_GRAPHS: whether a program that runs again and again may be a CUDA graph."""
     return _flag(os.environ if variables is None else variables, "AUTOPAR_GRAPHS", default=True)
+
+
+def nearby(variables: Mapping[str, str] | None = None) -> bool:
+    """AUTOPAR_NEARBY: whether CPU ranks of one machine may have sockets of their own for small messages."""
+    return _flag(os.environ if variables is None else variables, "AUTOPAR_NEARBY", default=True)
 
 
 def interprets_triton(variables: Mapping[str, str] | None = None) -> bool:

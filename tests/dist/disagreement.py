@@ -102,8 +102,15 @@ def _step(compiled: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Any]
     optimizer.zero_grad()
 
 
-def loaded_in_parts() -> tuple[float, float]:
-    """Two steps whose batches come as DTensors, each rank with rows of its own; their losses."""
+def loaded_in_parts() -> tuple[float, float, list[int] | None]:
+    """Two steps whose batches come as DTensors, each rank with rows of its own; their losses. And, after an inference,
+    a sum over ranks that neighbours exchange by themselves; None where they do not.
+    """
     compiled, batch = compile_tiny("gpt2", (2,), strategy="zero2")
     losses = [float(compiled(**each).loss.detach()) for each in compiled.shard_loader([batch, batch])]
-    return losses[0], losses[1]
+    comm = compiled.autopar.comm
+    trains = comm.nearby is not None
+    with torch.no_grad():
+        compiled(**batch)
+    total = comm.all_reduce(torch.arange(3) + dist.get_rank(), comm.axes[0]).tolist()
+    return losses[0], losses[1], None if trains or comm.nearby is None else total

@@ -55,9 +55,11 @@ def test_a_rank_that_does_something_else_between_steps(habit: str, strategy: str
 
 
 def test_parts_of_a_batch_are_no_disagreement() -> None:
-    """Breaks if ranks that were each given their rows are taken for ranks with other batches."""
-    for first, second in launch(disagreement.loaded_in_parts, 2, timeout_s=90.0):
-        assert first == second
+    """Breaks if ranks that were each given their rows are taken for ranks with other batches; or if ranks of one
+    machine do not find each other, or mix up what they send.
+    """
+    for first, second, total in launch(disagreement.loaded_in_parts, 2, timeout_s=90.0):
+        assert first == second and total == [1, 3, 5]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -14,6 +14,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# runtime/chosen_among.py: a part of a DTensor, for each token (`from_local` is slow).
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # runtime/placements.py: a placement that splits a middle factor of a dim (fused projections). Private in all versions.
 from torch.distributed.tensor.placement_types import Placement
@@ -302,6 +305,16 @@ def _runs(index: torch.Tensor) -> list[Run]:
 def dtensor_like(dtensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor placed as `dtensor` around another local tensor (runtime/step.py: `from_local` is slow)."""
     return DTensor(local, dtensor._spec, requires_grad=False)  # pyright: ignore
+
+
+def dtensor_of(local: torch.Tensor, like: DTensor, placements: Sequence[Any], shape: Sequence[int]) -> DTensor:
+    """A contiguous DTensor of this shape on the mesh of another one, without autograd (runtime/chosen_among.py)."""
+    stride = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        stride[dim - 1] = stride[dim] * max(shape[dim], 1)
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # pyright: ignore
 
 
 def plain_functions() -> Any:
