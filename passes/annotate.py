@@ -12,7 +12,6 @@ Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rul
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
@@ -23,8 +22,8 @@ from typing import Any
 from torch import fx
 
 from autopar.base.recent import Recent
-from autopar.cost.operator_time import exposed_seconds, operator_seconds
-from autopar.ir.choices import Choice, axis_choices, shardings
+from autopar.cost.operator_time import seconds_of_each
+from autopar.ir.choices import Choice, axis_choices, each_sharding
 from autopar.ir.classes import Classes, value_classes
 from autopar.ir.graphs import op_call, operands_of, source_of
 from autopar.ir.op_call import OpCall
@@ -131,16 +130,12 @@ def _options_of(
     found_on = _choices(rule, offered, hints, zigzags)
     per_axis = [[choice for choice in each if not _reads_terms(rule, choice, needed)] for each in found_on]
     distinct: dict[object, NodeStrategy] = {}
-    for choices in itertools.product(*per_axis):
-        placed = shardings(rule, choices, mesh.sizes)
-        if placed is not None and _are_stripes_known(choices, offered, hints, zigzags):
+    for choices, placed in each_sharding(rule, per_axis, mesh.sizes):
+        if _are_stripes_known(choices, offered, hints, zigzags):
             split = tuple(choice.splits for choice in choices)
             distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
     strategies = tuple(distinct.values())
-    seconds = tuple(
-        operator_seconds(call, rule, each, mesh) + exposed_seconds(call, rule, each, mesh) for each in strategies
-    )
-    return Options(strategies, seconds)
+    return Options(strategies, tuple(seconds_of_each(call, rule, strategies, mesh)))
 
 
 _MOST_MESHES = 4

@@ -21,7 +21,7 @@ from autopar.ir.placement import Learnt, ParameterLayout, Placement, PlacementRe
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Placed
 from autopar.ir.sharding import Sharding, replicated
-from autopar.passes.placement.conceding import concessions, refusal
+from autopar.passes.placement.conceding import concessions, may_be_refused, refusal
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.gathers import Blocked, blocked_operators
 from autopar.passes.placement.least import FREE, without_edges
@@ -100,7 +100,8 @@ def place(
             return placed.with_regions(
                 {each.name: each.with_options(program.region(each.name).options) for each in placed.regions}
             )
-    refused = refusal(program, strategies, pins, hints) if hints is not None and hints.refused else None
+    asked = hints is not None and may_be_refused(program, strategies, hints)
+    refused = refusal(program, strategies, pins, hints) if hints is not None and asked else None
     if refused is not None:
         raise refused
     limit = None if checks_limit else memory_limit_bytes
@@ -123,7 +124,7 @@ def place(
         if solution.choice:
             break
         excluded &= solution.excluded
-        asks = hints is not None and excluded and not (number or hints.refused)
+        asks = hints is not None and excluded and not (number or asked)
         if hints is not None and asks and (refused := refusal(plain, strategies, pins, hints)) is not None:
             break
         following = next(attempts, None)

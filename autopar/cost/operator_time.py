@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar.cost import exchanges, expert_kernels, rings
 from autopar.cost.coded import coded_seconds
@@ -36,6 +36,18 @@ def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh
     if rings.ring_axis(strategy.choices) is None:
         return 0.0
     return rings.exposed_s(call, rule, strategy, mesh, _block_seconds(call, rule, strategy, mesh))
+
+
+def seconds_of_each(call: OpCall, rule: Rule, strategies: Sequence[NodeStrategy], mesh: Mesh) -> Iterator[float]:
+    """Seconds that an operator computes, and communicates by itself, under each of these strategies. Where nothing
+    travels they do not depend on stripes: all ranks have equally much of a factor, however it is cut.
+    """
+    known: dict[object, float] = {}
+    for each in strategies:
+        key = each.choices if rule.pair is not None else tuple((c.kind, c.factor, c.group) for c in each.choices)
+        if key not in known:
+            known[key] = operator_seconds(call, rule, each, mesh) + exposed_seconds(call, rule, each, mesh)
+        yield known[key]
 
 
 def ways_of(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> exchanges.Ways:

@@ -7,11 +7,11 @@ without it are terms to be combined. Choosing a linear group makes its operands 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autopar.ir.positions import starts
 from autopar.ir.rule import ArgPath, Dims, Rule, joint_name
@@ -171,9 +171,21 @@ def _exchanges(rule: Rule, size: int, outers: Collection[int]) -> list[Choice]:
     ]
 
 
-def shardings(
-    rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
-) -> tuple[tuple[Sharding, ...], tuple[Sharding | None, ...]] | None:
+Placed = tuple[tuple[Sharding, ...], tuple[Sharding | None, ...]]
+"""Of operands and of results; None: no tensor."""
+_Placements = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+
+
+class _Left(NamedTuple):
+    """What axes leave of the factors: their local sizes, and how they were split last. A product of factors that is
+    split keeps their sizes, and has the number of its pieces under its own name.
+    """
+
+    sizes: dict[str, int]
+    splits: dict[str, Choice]
+
+
+def shardings(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> Placed | None:
     """The shardings of operands and results when each axis does what `choices` says (one per axis, in mesh order).
 
     None where they clash: a size that the axes do not divide, one factor split in unequal stripes (unless one of the
@@ -181,21 +193,51 @@ def shardings(
     one of them would do, two rings, or two axes that exchange, or one that does and another that splits the key's
     factor.
     """
-    local = _local_sizes(rule, choices, sizes)
-    if local is None:
-        return None
-    operands: list[list[Placement]] = [[] for _ in rule.operands]
-    results: list[list[Placement]] = [[] for _ in rule.results]
-    for axis, choice in enumerate(choices):
-        before = local[axis]
-        for i, dims in enumerate(rule.operands):
-            operands[i].append(_operand_placement(rule, i, dims, choice, before))
-        for i, result in enumerate(rule.results):
-            if result is not None:
-                results[i].append(_result_placement(rule, result, choice, before))
+    found = next(each_sharding(rule, [(choice,) for choice in choices], sizes), None)
+    return None if found is None else found[1]
+
+
+def each_sharding(
+    rule: Rule, offered: Sequence[Sequence[Choice]], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[Choice, ...], Placed]]:
+    """As `shardings`, of all that axes may do together, but for what clashes. offered: what each axis may do.
+
+    What an axis's choice makes of operands and results hangs on what earlier axes left of the factors, not on how they
+    did: it is worked out once for all that leave the same.
+    """
+    splittable = frozenset(factor.name for factor in rule.factors if rule.may_split(factor))
+    joints = _joints(rule)
+    known: dict[tuple[tuple[str, int], ...], dict[Choice, _Placements]] = {}
+    found: list[tuple[tuple[Choice, ...], _Left, tuple[_Placements, ...]]] = [((), _Left(rule.sizes, {}), ())]
+    for own, size in zip(offered, sizes, strict=True):
+        longer: list[tuple[tuple[Choice, ...], _Left, tuple[_Placements, ...]]] = []
+        for choices, left, placed in found:
+            here = known.setdefault(tuple(left.sizes.items()), {})
+            for choice in own:
+                after = _after(rule, joints, splittable, left, choice, size)
+                if after is None:
+                    continue
+                if choice not in here:
+                    here[choice] = _placements(rule, choice, left.sizes)
+                longer.append(((*choices, choice), after, (*placed, here[choice])))
+        found = longer
+    for choices, _, placed in found:
+        if not _do_pairs_clash(rule, choices):
+            operands = tuple(tuple(axis[0][i] for axis in placed) for i in range(len(rule.operands)))
+            results = tuple(
+                None if result is None else tuple(axis[1][i] for axis in placed)
+                for i, result in enumerate(rule.results)
+            )
+            yield choices, (operands, results)
+
+
+def _placements(rule: Rule, choice: Choice, before: Mapping[str, int]) -> _Placements:
+    """What an axis does to operands and results (of those that are no tensors, nothing); `before` has the local sizes
+    until then.
+    """
     return (
-        tuple(tuple(placements) for placements in operands),
-        tuple(None if result is None else tuple(placements) for placements, result in zip(results, rule.results)),
+        tuple(_operand_placement(rule, i, dims, choice, before) for i, dims in enumerate(rule.operands)),
+        tuple(REPLICATE if dims is None else _result_placement(rule, dims, choice, before) for dims in rule.results),
     )
 
 
@@ -271,46 +313,48 @@ def _size_of(dim: Sequence[str], local: Mapping[str, int]) -> int:
     return size
 
 
-def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> list[dict[str, int]] | None:
-    """The local size of each factor before each axis is applied, and after the last; None where the choices clash.
-
-    A product of factors that is split keeps their sizes, and has the number of its pieces under its own name.
+def _after(
+    rule: Rule,
+    joints: Mapping[str, Sequence[str]],
+    splittable: Collection[str],
+    left: _Left,
+    choice: Choice,
+    size: int,
+) -> _Left | None:
+    """What an axis of this size leaves, too; None where it clashes with what earlier ones do. splittable: the factors
+    that may be split at all.
     """
-    current = rule.sizes
-    joints = _joints(rule)
-    splits: dict[str, Choice] = {}
-    local = [dict(current)]
-    if sum(choice.splits_two for choice in choices) > 1:
+    name, current = choice.factor, left.sizes
+    if name is None:
+        return left
+    if name in joints:
+        if not _can_split_joint(joints[name], name, current, size):
+            return None
+        return _Left({**current, name: current.get(name, 1) * size}, left.splits)
+    if any(name in joints[split] for split in joints if split in current):
         return None
+    if name not in splittable or not _may_follow(left.splits.get(name, choice), choice):
+        return None
+    if not current[name] or current[name] % (choice.outer * size):
+        return None
+    after = {**current, name: current[name] // size}
+    if choice.splits_two:
+        key = key_of(rule, choice)
+        assert key.factor is not None
+        if after[key.factor] % (key.outer * size):
+            return None
+        after[key.factor] //= size
+    return _Left(after, {**left.splits, name: choice})
+
+
+def _do_pairs_clash(rule: Rule, choices: Sequence[Choice]) -> bool:
+    """Whether two axes split both factors of the rule's pair, or one exchanges and another splits the key's factor."""
+    if rule.pair is None:
+        return False
     if rule.exchange is not None and any(choice.kind == "exchange" for choice in choices):
         if any(choice.kind == "factor" and choice.factor == rule.exchange.key for choice in choices):
-            return None
-    for choice, size in zip(choices, sizes, strict=True):
-        if choice.splits:
-            name = choice.factor
-            assert name is not None
-            if name in joints:
-                if not _can_split_joint(joints[name], name, current, size):
-                    return None
-                current[name] = current.get(name, 1) * size
-                local.append(dict(current))
-                continue
-            if any(name in joints[split] for split in joints if split in current):
-                return None
-            if not rule.can_split(name) or not _may_follow(splits.get(name, choice), choice):
-                return None
-            splits[name] = choice
-            if not current[name] or current[name] % (choice.outer * size):
-                return None
-            current[name] //= size
-            if choice.splits_two:
-                key = key_of(rule, choice)
-                assert key.factor is not None
-                if current[key.factor] % (key.outer * size):
-                    return None
-                current[key.factor] //= size
-        local.append(dict(current))
-    return local
+            return True
+    return sum(choice.splits_two for choice in choices) > 1
 
 
 def _may_follow(before: Choice, choice: Choice) -> bool:
@@ -331,9 +375,14 @@ def _can_split_joint(names: Sequence[str], joint: str, current: Mapping[str, int
 
 def local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str, int]:
     """The local size of each factor under choices that do not clash."""
-    local = _local_sizes(rule, choices, sizes)
-    assert local is not None, f"{[str(choice) for choice in choices]} clash for {rule}"
-    return local[-1]
+    splittable = frozenset(factor.name for factor in rule.factors if rule.may_split(factor))
+    joints, left = _joints(rule), _Left(rule.sizes, {})
+    for choice, size in zip(choices, sizes, strict=True):
+        after = _after(rule, joints, splittable, left, choice, size)
+        assert after is not None, f"{[str(each) for each in choices]} clash for {rule}"
+        left = after
+    assert not _do_pairs_clash(rule, choices), f"{[str(each) for each in choices]} clash for {rule}"
+    return left.sizes
 
 
 def local_shape_of(dims: Dims, local: Mapping[str, int]) -> tuple[int, ...]:

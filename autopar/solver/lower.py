@@ -34,8 +34,7 @@ class Lower:
         flat = np.concatenate(costs)
         alive = np.isfinite(flat)
         self.alive = None
-        counts = np.add.reduceat(alive.astype(np.int64), self._sides.base[:-1])
-        if not counts.all() or compiled_presolve.narrow(self._sides, np.isfinite(cells), alive) >= 0:
+        if self._forbids(alive, cells):
             return np.inf
         self.alive = np.split(alive, self._sides.base[1:-1])
         # What costs as much as is enough need not be told from what is forbidden.
@@ -53,3 +52,12 @@ class Lower:
             if best + HOPE * (best - before) < enough or best >= enough:
                 break
         return best
+
+    def forbids_all(self, alive: Sequence[BoolArray], cells: FloatArray) -> bool:
+        """Whether what cells forbid, as of `bound`, leaves some node none of these choices."""
+        return self._forbids(np.concatenate(alive), cells)
+
+    def _forbids(self, alive: BoolArray, cells: FloatArray) -> bool:
+        """As `forbids_all`, of all choices one after the other; else `alive` is left what goes together, in place."""
+        counts = np.add.reduceat(alive.astype(np.int64), self._sides.base[:-1])
+        return not counts.all() or compiled_presolve.narrow(self._sides, np.isfinite(cells), alive) >= 0

@@ -4,9 +4,11 @@ An operator that no split serves has its operands gathered (gathers.py), a weigh
 (unsplit.py): the least first, as `concessions` has it. `auto` is held against many strategies by name, one after the
 other, and what came of one tells of the others (`ir.placement.Learnt`):
 
+- Where the problem of `auto` tells that there is no placement with nothing let off, none is built.
 - Strategies that do the same with values, and differ in how parameters are kept, are let off the same.
-- Where one that splits the sequence could not be had, others are asked first whether they can be had at all, with all
-  that they could be let off. Where attention had no part in that, no other way to split it can be had either.
+- Where one that splits the sequence could not be had, or some operator cannot be split so, it is asked first whether
+  they can be had at all, with all that they could be let off. Where attention had no part in that, no other way to
+  split it can be had either.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.base.errors import DoesNotFit
+from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.placement import Conceded, Learnt
 from autopar.ir.program import Program
 from autopar.passes.placement.context import values_of_attention
 from autopar.passes.placement.gathers import Blocked, blocked_operators, notes_of
+from autopar.passes.placement.least import LEAST, Least
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.passes.placement.unsplit import Unsplit, notes_of_unsplit, unsplit_weights
 from autopar.passes.placement.variants import Variants
@@ -43,7 +46,9 @@ def concessions(
     known = learnt.conceded.get(family_of(strategies)) if learnt is not None else None
     if known is not None and known != Conceded():
         yield known
-    yield Conceded()
+    needs_more = gathered is None and excused is None and learnt is not None and _is_forbidden(variants, learnt)
+    if not needs_more:
+        yield Conceded()
     blocked = blocked_operators(program, strategies, variants.facts) if gathered is None else gathered
     at = tuple((each.region, each.node) for each in blocked)
     notes = notes_of(blocked)
@@ -56,6 +61,23 @@ def concessions(
         yield Conceded(at, whole, notes)
     if blocked:
         yield Conceded(_around(program, blocked), whole, notes)
+    elif needs_more and not unsplit:
+        yield Conceded()  # what is in the way is said of it
+
+
+def _is_forbidden(variants: Variants, learnt: Learnt) -> bool:
+    """Whether it is known of the problem of `auto` that there is no placement with nothing let off (least.py): then
+    none is built.
+    """
+    least, strategies = learnt.facts.get(LEAST), variants.strategies
+    if not isinstance(least, Least) or least.program is not variants.program or variants.pins:
+        return False
+    if any(each.experts in ("whole", "exchange") or splits_sequence(each) for each in strategies):
+        return False
+    try:
+        return least.forbids(strategies)
+    except AutoparError:  # the problem says the same
+        return False
 
 
 def _around(program: Program, blocked: Sequence[Blocked]) -> tuple[tuple[str, str], ...]:
@@ -85,6 +107,15 @@ def refusal(
     error = DoesNotFit(f"{', '.join(each.name for each in strategies)} exclude each other here")
     error.excluded, error.outside_attention = True, not _is_at_attention(program, built, domains)
     return error
+
+
+def may_be_refused(program: Program, strategies: Sequence[AxisStrategy], learnt: Learnt) -> bool:
+    """Whether strategies that split the sequence are asked first whether they can be had at all: others could not, or
+    some operator cannot be split so, and there is hardly a placement with nothing let off.
+    """
+    if not any(map(splits_sequence, strategies)):
+        return False
+    return bool(learnt.refused) or bool(blocked_operators(program, strategies, learnt.facts))
 
 
 def _is_at_attention(program: Program, built: PlacementProblem, domains: Domains) -> bool:

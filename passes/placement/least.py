@@ -35,6 +35,8 @@ from autopar.strategies.axis import AxisStrategy
 
 FREE = ("free",)
 """Under which `place` leaves the problem in which all is left to the solver, among facts."""
+LEAST = ("least",)
+"""What is known of it, among facts."""
 MOST_PAIRS = 2e7
 """Of layouts: of more, numbers are not kept for all."""
 GATHERED = "gathered"
@@ -78,15 +80,15 @@ class Least:
 
     @staticmethod
     def of(program: Program, facts: dict[tuple[str, ...], Any]) -> Least | None:
-        """Of the problem that was built of the program for `auto` first; None where there was none, or it is so small
-        that a placement takes no longer.
+        """Of the problem that was built of the program for `auto` first, kept among facts; None where there was none,
+        or it is so small that a placement takes no longer.
         """
         built = facts.get(FREE)
         if built is None or not is_long(len(built.links)) or _num_pairs(built) > MOST_PAIRS:
             return None
-        found = facts.get(("least",))
+        found = facts.get(LEAST)
         if not isinstance(found, Least):
-            found = facts["least",] = Least(program, built, facts)
+            found = facts[LEAST] = Least(program, built, facts)
         return found
 
     def seconds(
@@ -113,6 +115,16 @@ class Least:
         bound = self._lower.bound(costs, cells, enough if like is None else 0.0)
         kept = self._lower.alive
         return bound, np.inf if kept is None else self._transfers_s(strategies, kept)
+
+    def forbids(self, strategies: Sequence[AxisStrategy]) -> bool:
+        """Whether there is no placement, memory aside, where strategies are let off nothing but matrices that stay
+        whole: as far as what neighbours forbid each other tells.
+
+        Raises:
+            AutoparError: an input that a strategy must split and cannot.
+        """
+        alive = choices_within(self.built, self.program, strategies, self.facts)
+        return self._lower.forbids_all(alive, self._cells(strategies, ()))
 
     def _cells(self, strategies: Sequence[AxisStrategy], gathered: Collection[str]) -> np.ndarray:
         """Seconds of all pairs of layouts, of one link after the other."""

@@ -57,15 +57,10 @@ class Moves:
     apart. Steps are those that `redistribution.next_steps` gives for every pair.
     """
 
-    def __init__(self, mesh: Mesh, latency: bool = True) -> None:
+    def __init__(self, mesh: Mesh, latency: bool = True, shapes: _Shapes | None = None) -> None:
+        """shapes: of the same mesh, whose moves take another time; None: of its own."""
         self.mesh, self.sizes, self.latency = mesh, tuple(mesh.sizes), latency
-        linear: dict[tuple[str, int], tuple[float, float]] = {
-            (kind, axis): self._line(kind, axis) for kind in _COLLECTIVES for axis in range(len(self.sizes))
-        }
-        self._patterns = _Patterns(self.sizes, linear)
-        self._lists: dict[tuple[Sharding, ...], int] = {}
-        self._numbers: list[np.ndarray] = []
-        self._tables: dict[tuple[int, int], _Table] = {}
+        self._shapes = _Shapes(mesh) if shapes is None else shapes
         self._answers: dict[tuple[float, tuple[int, ...], int, int], tuple[np.ndarray, bool]] = {}
         self._answer_cells = 0
 
@@ -83,13 +78,11 @@ class Moves:
         """As `seconds`, and whether any move takes time. Blocks that are alike ask again and again: what was answered
         is kept.
         """
-        key = (self._listed(sources), self._listed(targets))
+        key = (self._shapes.listed(sources), self._shapes.listed(targets))
         asked = (num_bytes, tuple(allowed), *key)
         known = self._answers.get(asked)
         if known is None:
-            if key not in self._tables:
-                self._tables[key] = self._patterns.table(self._numbers[key[0]], self._numbers[key[1]])
-            table = self._tables[key]
+            table = self._shapes.table(key)
             found = self._seconds(num_bytes, table, tuple(allowed))[table.which]
             found.flags.writeable = False
             if len(self._answers) >= MAX_ANSWERS or self._answer_cells >= MAX_ANSWER_CELLS:
@@ -99,18 +92,10 @@ class Moves:
             self._answer_cells += found.size
         return known
 
-    def _listed(self, layouts: tuple[Sharding, ...]) -> int:
-        """The number of a list."""
-        found = self._lists.get(layouts)
-        if found is None:
-            found = self._lists[layouts] = len(self._numbers)
-            self._numbers.append(self._patterns.register(layouts))
-        return found
-
     def _seconds(self, num_bytes: float, table: _Table, allowed: tuple[int, ...]) -> np.ndarray:
         """Of each pattern of the table."""
-        known, patterns = self._patterns, table.patterns
-        total: np.ndarray = known.constant[patterns] + known.slope[patterns] * num_bytes
+        known, patterns, row = self._shapes.patterns, table.patterns, int(self.latency)
+        total: np.ndarray = known.constant[row, patterns] + known.slope[row, patterns] * num_bytes
         for axis, splits in table.splits:
             times = np.zeros(len(known.pieces))
             for split in splits:
@@ -121,20 +106,55 @@ class Moves:
         return total
 
     def _time(self, kind: CollectiveKind, axis: int, num_bytes: float) -> float:
-        link = self.mesh.link(self.mesh.axis_names[axis])
-        launch_s = self.mesh.hardware.collective_launch_s
-        if not self.latency:
-            link, launch_s = link.without_latency(), 0.0
-        return collective_time_s(kind, num_bytes, self.sizes[axis], link, launch_s)
+        return _time(self.mesh, self.latency, kind, axis, num_bytes)
 
-    def _line(self, kind: CollectiveKind, axis: int) -> tuple[float, float]:
-        """Seconds of a collective: a constant, and so many per byte."""
-        least = self._time(kind, axis, 0.0)
-        return least, (self._time(kind, axis, 1e9) - least) * 1e-9
+
+class _Shapes:
+    """What moves between lists of layouts have in common, whether or not latencies count."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        linear: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+        for kind in _COLLECTIVES:
+            for axis in range(len(mesh.sizes)):
+                lines = [_line(mesh, latency, kind, axis) for latency in (False, True)]
+                linear[kind, axis] = np.array([each[0] for each in lines]), np.array([each[1] for each in lines])
+        self.patterns = _Patterns(mesh.sizes, linear)
+        self._lists: dict[tuple[Sharding, ...], int] = {}
+        self._numbers: list[np.ndarray] = []
+        self._tables: dict[tuple[int, int], _Table] = {}
+
+    def listed(self, layouts: tuple[Sharding, ...]) -> int:
+        """The number of a list."""
+        found = self._lists.get(layouts)
+        if found is None:
+            found = self._lists[layouts] = len(self._numbers)
+            self._numbers.append(self.patterns.register(layouts))
+        return found
+
+    def table(self, key: tuple[int, int]) -> _Table:
+        """The patterns between two lists, by their numbers."""
+        if key not in self._tables:
+            self._tables[key] = self.patterns.table(self._numbers[key[0]], self._numbers[key[1]])
+        return self._tables[key]
+
+
+def _time(mesh: Mesh, latency: bool, kind: CollectiveKind, axis: int, num_bytes: float) -> float:
+    link = mesh.link(mesh.axis_names[axis])
+    launch_s = mesh.hardware.collective_launch_s
+    if not latency:
+        link, launch_s = link.without_latency(), 0.0
+    return collective_time_s(kind, num_bytes, mesh.sizes[axis], link, launch_s)
+
+
+def _line(mesh: Mesh, latency: bool, kind: CollectiveKind, axis: int) -> tuple[float, float]:
+    """Seconds of a collective: a constant, and so many per byte."""
+    least = _time(mesh, latency, kind, axis, 0.0)
+    return least, (_time(mesh, latency, kind, axis, 1e9) - least) * 1e-9
 
 
 class _Patterns:
-    """All patterns met so far, `count` of them; arrays are [patterns] or [axes, patterns], and longer.
+    """All patterns met so far, `count` of them; arrays are [patterns] or [axes, patterns], and longer; constant and
+    slope [without and with latencies, patterns].
 
     seconds = constant + slope·bytes + Σ_axes all_reduce(axis, bytes / pieces[reduced[axis]]), where `reduced` has a bit
     for each axis that splits the value then, or is -1 (no all-reduce); `uses[axis]` has a bit per collective.
@@ -142,10 +162,10 @@ class _Patterns:
     a pattern is a pair (named source, target named by its dims).
     """
 
-    def __init__(self, sizes: Sequence[int], linear: Mapping[tuple[str, int], tuple[float, float]]) -> None:
+    def __init__(self, sizes: Sequence[int], linear: Mapping[tuple[str, int], tuple[np.ndarray, np.ndarray]]) -> None:
         self.sizes, self._linear, axes = tuple(sizes), linear, len(sizes)
         self.count = 0
-        self.constant, self.slope = np.zeros(64), np.zeros(64)
+        self.constant, self.slope = np.zeros((2, 64)), np.zeros((2, 64))
         self.reduced, self.uses = np.zeros((axes, 64), dtype=np.int64), np.zeros((axes, 64), dtype=np.int64)
         bits = np.arange(2**axes)[:, None] >> np.arange(axes) & 1
         self.pieces = np.append(np.where(bits, np.array(sizes), 1).prod(1), 1)
@@ -208,9 +228,10 @@ class _Patterns:
 
     def _name_layouts(self, order: int, layouts: np.ndarray) -> None:
         """Name layouts, with dims named in this order; others after them, as they come."""
-        layouts = np.unique(layouts[self._name[order, layouts] < 0])
+        layouts = layouts[self._name[order, layouts] < 0]
         if not len(layouts):
             return
+        layouts = np.unique(layouts)
         known = next(dims for dims, number in self._orders.items() if number == order)
         codes = self._codes[layouts]
         dims = np.maximum(dim_of(codes), -1)
@@ -240,9 +261,9 @@ class _Patterns:
         count, axes = len(sources), len(self.sizes)
         now, want = self._names[sources].T.copy(), self._names[targets].T.copy()
         uses = np.zeros((axes, count), dtype=np.int64)
-        found = _Found(np.zeros(count), np.zeros(count), np.full_like(uses, -1), uses)
+        found = _Found(np.zeros((2, count)), np.zeros((2, count)), np.full_like(uses, -1), uses)
         impossible = becomes_terms(now, want).any(0)
-        found.constant[impossible] = np.inf
+        found.constant[:, impossible] = np.inf
         left = np.flatnonzero(~impossible & (now != want).any(0))
         for _ in range(MAX_STEPS_PER_AXIS * axes):
             if len(left):
@@ -278,8 +299,8 @@ class _Patterns:
             else:
                 fraction = (self.sizes[axis] if kind == "all_gather" else 1) / self.pieces[split]
                 least, per_byte = self._linear[(kind, axis)]
-                found.constant[rows] += least
-                found.slope[rows] += per_byte * fraction
+                found.constant[:, rows] += least[:, None]
+                found.slope[:, rows] += per_byte[:, None] * fraction
         now[axis, rows] = code_after(kind, want[axis, rows])
 
 
@@ -315,7 +336,12 @@ def _appended(array: np.ndarray, count: int, more: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=16)
 def moves_on(mesh: Mesh, latency: bool) -> Moves:
     """The moves of a mesh, shared by the problems that are built for it."""
-    return Moves(mesh, latency)
+    return Moves(mesh, latency, _shapes_on(mesh))
+
+
+@lru_cache(maxsize=8)
+def _shapes_on(mesh: Mesh) -> _Shapes:
+    return _Shapes(mesh)
 
 
 class Redistribution:

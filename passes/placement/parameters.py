@@ -161,7 +161,7 @@ class Parameters(Parts):
         if self._is_matrix(variable, uses) or any(is_coded(self.program, key) for key in uses):
             kept = [choice for choice in choices if choice.modes[axis] == "shard"]
             if any(self.program.region(name).module for _, name, _ in uses):
-                if any(may_stay_whole(self.program, key, self._tensor_ranks()) for key in uses):
+                if any(self._may_stay_whole(key) for key in uses):
                     return choices
                 return kept or choices
             if any(is_vocabulary(self.program, key) for key in uses):
@@ -170,6 +170,12 @@ class Parameters(Parts):
                 kept = [choice for choice in kept if choice.stored[axis] == Shard(0)]
                 return kept or [choice for choice in choices if choice.modes[axis] == "replicate"]
         return choices
+
+    def _may_stay_whole(self, key: Key) -> bool:
+        """As `heads.may_stay_whole`: a walk of the region for each, which all strategies ask for."""
+        ranks = self._tensor_ranks()
+        name = ("may stay whole", str(ranks), *map(str, key))
+        return bool(self._fact(name, lambda: may_stay_whole(self.program, key, ranks)))
 
     def _is_matrix(self, variable: Variable, uses: Sequence[Key]) -> bool:
         """Whether a parameter is a weight matrix, or one of each expert in one tensor."""

@@ -16,8 +16,9 @@ from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.place import place
+from autopar.passes.placement import variants
 from autopar.passes.placement.choices import objective_of
-from autopar.passes.placement.least import FREE, Least
+from autopar.passes.placement.least import FREE, LEAST, Least
 from autopar.passes.placement.problem import build_problem
 from autopar.solver.lower import Lower
 from autopar.strategies.names import Strategy, resolve
@@ -96,12 +97,25 @@ def test_what_leaves_no_choice_is_charged_what_it_takes(normed: tuple[Program, L
 
 
 @pytest.mark.moderate
-def test_what_may_be_gathered_is_no_reason_to_leave_a_name_out() -> None:
-    """Breaks if an operator that no split of the rows serves counts as one that cannot be had: it is gathered for."""
+def test_what_may_be_gathered_is_no_reason_to_leave_a_name_out(
+    normed: tuple[Program, Least], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if an operator that no split of the rows serves counts as one that cannot be had: it is gathered for. Or
+    if a problem is built with nothing let off, though it is known that this has no placement; or none where it has one.
+    """
     program, least = prepared(Normed(whole=True))
-    strategies = resolve("ddp", MESH)
-    cost_s = charged(program, place(program, strategies=strategies, explain=False))
+    strategies, built = resolve("ddp", MESH), []
+    placed = place(program, strategies=strategies, explain=False)
+    cost_s = charged(program, placed)
     assert least.seconds(strategies, 1.5 * cost_s)[0] <= cost_s * (1 + 1e-9)
+    assert least.forbids(strategies)
+    assert not any(normed[1].forbids(resolve(name, MESH)) for name in NAMES)
+    monkeypatch.setattr(variants, "build_problem", lambda *given: built.append(1) or build_problem(*given))
+    found = place(
+        program, strategies=strategies, explain=False, reasons=False, learnt=Learnt(facts={LEAST: least})
+    )  # fmt: skip
+    assert len(built) == 1
+    assert (found.placed, found.notes) == (placed.placed, placed.notes)
 
 
 def test_a_narrowed_problem_is_not_kept(normed: tuple[Program, Least]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autopar import pipeline
+from autopar.cost.operator_time import exposed_seconds, operator_seconds
+from autopar.ir.choices import each_sharding, shardings
 from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.strategies.names import resolve
@@ -27,7 +31,7 @@ class Thirds(nn.Module):
         for _ in range(4):
             hidden = hidden.sin() + 1
         q, k, v = hidden.chunk(3, -1)
-        return (q * k + v).sum()
+        return (q * k + v).flatten().sin().sum()
 
 
 @pytest.mark.moderate
@@ -40,3 +44,24 @@ def test_stripes_go_back_to_the_weight() -> None:
     slots = {slot.name: name for slot, name in zip(region.slots, holders, strict=False)}
     assert 3 in region.hints[slots["up.weight"]]["0"]
     assert 3 in region.hints[slots["up.bias"]]["0"]
+
+
+@pytest.mark.moderate
+def test_what_is_worked_out_for_all_is_so_for_each() -> None:
+    """Breaks if what an axis makes of an operator is taken from a choice that leaves other sizes, or seconds from one
+    that splits another factor.
+    """
+    mesh = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
+    request = Request(Thirds(), {"x": torch.randn(4, 8)}, mesh, resolve("auto", mesh))
+    program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
+    striped = 0
+    for region in annotate(program, mesh=mesh).regions:
+        for name, (call, rule) in region.ops.items():
+            options = region.options[name]
+            offered = [list(dict.fromkeys(each.choices[axis] for each in options.strategies)) for axis in range(2)]
+            alone = ((each, shardings(rule, each, mesh.sizes)) for each in itertools.product(*offered))
+            assert list(each_sharding(rule, offered, mesh.sizes)) == [pair for pair in alone if pair[1] is not None]
+            for each, seconds in zip(options.strategies, options.seconds, strict=True):
+                assert seconds == operator_seconds(call, rule, each, mesh) + exposed_seconds(call, rule, each, mesh)
+                striped += any(choice.outer > 1 for choice in each.choices)
+    assert striped
