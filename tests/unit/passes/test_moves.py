@@ -106,7 +106,7 @@ def small_mesh() -> Mesh:
 
 
 def test_tables_are_shared_and_latency_can_be_left_out() -> None:
-    """Breaks if named strategies are compared by latency, or every problem, or either way to count, has its own tables."""
+    """Breaks if named strategies are compared by latency, or if problems or ways to count have tables of their own."""
     mesh = small_mesh()
     assert moves_on(mesh, True) is moves_on(Mesh({"a": 2, "b": 2}, hardware="cpu"), True)
     layouts = ((Shard(0), Replicate()),), ((Replicate(), Replicate()),)
