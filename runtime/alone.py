@@ -1,24 +1,31 @@
 """A module of a compiled model that a script calls by itself: `model.model(ids)`, `model.get_encoder()(…)`.
 
 Its parameters lie in pieces, which no eager operator takes. So for the time of the call it has them whole, gathered on
-every rank; each rank computes all of it, and gradients that come back are cut as the parameters are. The numbers are
-those of eager; what that costs is said once.
+every rank; each rank computes all of it, and gradients that come back are cut as the parameters are. What only other
+stages of a pipeline hold, they send; its gradients are kept where it is held, since each rank computes the same ones.
+The numbers are those of eager; what that costs is said once.
 
     model.lm_head(hidden)  →  weight = whole(lm_head.weight); linear(hidden, weight); lm_head.weight as it was
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor, tree_leaves
+from autopar.ir.interface import ProgramInterface
 from autopar.runtime.checks import check_same_batch
-from autopar.runtime.holders import Absent
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.holders import Absent, apart
 from autopar.runtime.seen_whole import seen_whole, whole
 
 Piece = tuple[dict[str, Any], str, DTensor]
@@ -26,10 +33,17 @@ Piece = tuple[dict[str, Any], str, DTensor]
 
 
 class Owner(Protocol):
-    """The engine of the model that a module is a part of. absent: what other ranks hold."""
+    """The engine of the model that a module is a part of. absent: what other ranks hold. device_mesh: of all axes."""
 
     model: nn.Module
+    device_mesh: DeviceMesh
+    interface: ProgramInterface | None
     absent: tuple[Absent, ...]
+
+    @property
+    def comm(self) -> Communicator:
+        """Over all axes."""
+        ...
 
     def before_alone(self, name: str, module: nn.Module, num_bytes: int) -> None:
         """Before parameters of a module of this name are gathered: all ranks have to, and it has a price."""
@@ -46,6 +60,7 @@ class Alone:
         self.engine: ReferenceType[Owner] | None = None if engine is None else ref(engine)
         self.name = name
         self._kept: list[Piece] = []
+        self._lent: list[Absent] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
         return memo.setdefault(id(self), Alone(None, self.name))
@@ -57,21 +72,22 @@ class Alone:
         """Whole tensors in the place of all parameters of a module and those inside it.
 
         Raises:
-            AutoparError: ranks of other stages hold some; weights are still to be made; a rank came alone, or with
-                other inputs than another.
+            AutoparError: weights are still to be made; a rank came alone, or with other inputs than another.
         """
         engine = self.engine() if self.engine is not None else None
-        if engine is None or self._kept:
+        if engine is None or self._kept or self._lent:
             return
         inside = list(module.modules())
         pieces: list[Piece] = []
         for each in inside:
             held: dict[str, Any] = each._parameters
             pieces += [(held, name, value) for name, value in held.items() if isinstance(value, DTensor)]
-        self._refuse(engine, inside, pieces)
-        if not pieces:
+        elsewhere = [each for each in engine.absent if each.is_missing(inside)]
+        if not pieces and not elsewhere:
             return
-        sizes = {id(value): value.numel() * value.element_size() for _, _, value in pieces}
+        self._check_made(pieces)
+        every = [*(value for _, _, value in pieces), *(each.parameter for each in elsewhere)]
+        sizes = {id(value): value.numel() * value.element_size() for value in every}
         engine.before_alone(self.name, module, sum(sizes.values()))
         given = tree_leaves((args, kwargs))
         check_same_batch({f"input {i} of {self.name}": x for i, x in enumerate(given) if isinstance(x, Tensor)})
@@ -79,7 +95,8 @@ class Alone:
         for _, _, value in pieces:
             if id(value) not in found:
                 found[id(value)] = whole(seen_whole(value, is_kept=False))
-        self._kept = pieces
+        _lend(engine, self.name, found, elsewhere)
+        self._kept, self._lent = pieces, elsewhere
         for held, name, value in pieces:
             held[name] = found[id(value)]
 
@@ -88,24 +105,37 @@ class Alone:
         kept, self._kept = self._kept, []
         for held, name, value in kept:
             held[name] = value
+        lent, self._lent = self._lent, []
+        for each in lent:
+            each.put(None)
 
-    def _refuse(self, engine: Owner, inside: list[nn.Module], pieces: list[Piece]) -> None:
-        elsewhere = [
-            each for each in engine.absent if any(site is module for site, _ in each.sites for module in inside)
-        ]
-        if elsewhere:
-            ranks = ", ".join(map(str, elsewhere[0].ranks))
-            raise AutoparError(
-                f"{self.name} cannot be called by itself: other ranks hold parameters of it",
-                where=elsewhere[0].names[0],
-                values=f"it is on pipeline rank {ranks}",
-                remedy="Have forward return what is wanted of it, or use a mesh without pp",
-            )
+    def _check_made(self, pieces: list[Piece]) -> None:
         if any(local_tensor(value).is_meta for _, _, value in pieces):
             raise AutoparError(
                 f"{self.name} has no weights yet: they are made at the first batch",
                 remedy="Call the model first, or give autopar.compile example_inputs",
             )
+
+
+def _lend(engine: Owner, module: str, found: Mapping[int, Tensor], elsewhere: Sequence[Absent]) -> None:
+    """Whole parameters of a module from pipeline ranks that hold them to those that do not, which put them into their
+    places. Collective over the pipeline. found: those of this rank, by the `id` of what lies in pieces.
+    """
+    interface = engine.interface
+    shared = apart(interface, module)
+    if not shared:
+        return
+    assert interface is not None and interface.pipeline is not None
+    group = engine.device_mesh.get_group(interface.pipeline.axis)
+    missing = {name: each for each in elsewhere for name in each.names}
+    held = dict(engine.model.named_parameters(remove_duplicate=False))
+    for (name, *_), rank in shared:
+        absent = missing.get(name)
+        like = found[id(held[name])] if absent is None else absent.parameter
+        whole = like.detach().contiguous() if absent is None else torch.empty_like(like, device=engine.comm.device)
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), group=group, group_src=rank)
+        if absent is not None:
+            absent.put(nn.Parameter(whole.detach(), like.requires_grad))
 
 
 def hook_modules(engine: Owner) -> None:

@@ -51,8 +51,7 @@ class FirstTimes:
         if name in self._said:
             return False
         self._said.add(name)
-        if not self.is_apart:
-            meet(f"call {name}", self.comm.timeout_s, f"Call {name} on every rank: each hands in its pieces")
+        meet(f"call {name}", self.comm.timeout_s, f"Call {name} on every rank: each hands in its pieces")
         logger.warning(
             "autopar: %s is called by itself: wherever that is, %s of its parameters are gathered on every rank, and "
             "each computes all of it. What forward returns (output_hidden_states=True), and a loss that is planned "

@@ -20,6 +20,11 @@ class Absent:
     sites: tuple[tuple[nn.Module, str], ...]
     ranks: tuple[int, ...]
 
+    def is_missing(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether one of these is without it."""
+        wanted = set(map(id, modules))
+        return any(id(module) in wanted and module._parameters[name] is None for module, name in self.sites)
+
     def put(self, parameter: nn.Parameter | None) -> None:
         """Into all its places."""
         for module, name in self.sites:
@@ -40,6 +45,18 @@ def holders(interface: ProgramInterface) -> dict[str, tuple[int, ...]]:
         ranks = {rank for name in (entry.name, *entry.aliases) for rank in used.get(name, ())}
         found[entry.name] = tuple(sorted(ranks or range(len(pipeline.order))))
     return found
+
+
+def apart(interface: ProgramInterface | None, module: str) -> list[tuple[tuple[str, ...], int]]:
+    """The parameters of a module that some pipeline ranks lack: their names, and the first rank that holds them; alike
+    on every rank.
+    """
+    if interface is None or interface.pipeline is None:
+        return []
+    ranks, num = holders(interface), len(interface.pipeline.order)
+    named = (((entry.name, *entry.aliases), ranks[entry.name]) for entry in interface.parameters)
+    begin = f"{module}."
+    return [(names, held[0]) for names, held in named if len(held) < num and any(x.startswith(begin) for x in names)]
 
 
 def held_by(interface: ProgramInterface, rank: int) -> list[TensorInterface]:

@@ -25,6 +25,7 @@ from autopar.api.plan import Plan
 from autopar.api.planning import dressed
 from autopar.api.proof import Proof
 from autopar.api.stored import pins_for, pins_of, states_of
+from autopar.base import typed
 from autopar.base.alike_rows import with_alike_rows
 from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, parse_json, read_text
@@ -45,6 +46,7 @@ from autopar.planner.generation import Generation, check_pieces, ways_of
 from autopar.strategies.context import ways_of_cache
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
+from autopar.views import engines
 from autopar.views.generation import phases_text
 from autopar.views.report import phases_report
 
@@ -227,6 +229,17 @@ class GenerationPlan:
         """Prove the programs together: see `autopar.api.generation_proof.verify_generation`."""
         return verify_generation(self.generation, self.phases, **options)
 
+    def export(self, to: str, *, model: nn.Module | None = None, name: str = "MODEL") -> engines.Exported:
+        """The plan for an engine that serves it (see `Plan.export`), with the length that it was planned for, and the
+        type in which keys and values are stored. Weights lie alike in both phases.
+
+        Raises:
+            AutoparError: as `Plan.export`.
+        """
+        wanted = self.generation
+        asked = engines.Served(wanted.prompt + wanted.new_tokens, wanted.cache)
+        return engines.export(self.decode, to, self.decode.model if model is None else model, name, asked)
+
     def report(self, path: str | Path, **options: Any) -> Path:
         """Write everything about both phases as one offline HTML file (see `autopar.views.report.phases_report`)."""
         return phases_report(self.to_data(), self.phases, path, **options)
@@ -264,9 +277,10 @@ class GenerationPlan:
         data = parse_json(text, "plan", where=where, remedy=remedy)
         try:
             texts = data["phases"]
+            typed.check(Generation, data["generation"], "generation")
             found = Generation(**data["generation"])
             plans = [Plan.from_json(texts[name], where=f"{where}, {name}") for name in PHASES]
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, typed.WrongType) as error:
             raise AutoparError(f"{where} is no plan for generate()", values=str(error)[:200], remedy=remedy) from error
         return GenerationPlan(found, *plans)
 

@@ -170,14 +170,14 @@ def search_generation(
     candidates = wanted.candidates(lambda asked: phase_inputs(model, asked), tell)
     plans: list[tuple[TokenCandidate, GenerationPlan]] = []
     chosen = spread_over(token_frontier(candidates), top)
-    captured: dict[int, dict[str, dict[object, Program]]] = {}
+    captured: dict[tuple[int, int], dict[str, dict[object, Program]]] = {}  # by batch and pieces of the length
     for number, each in enumerate(chosen):
         tell("plan", number, len(chosen))
         options = {"strategy": each.point.strategy, "precision": precision, "memory_limit": memory_limit}
         try:
             found = planned(
                 model, wanted.cluster.mesh(each.point.axes), replace(generation, batch=each.batch), options, (),
-                is_open=False, captured=captured.setdefault(each.batch, {}),
+                is_open=False, captured=captured.setdefault((each.batch, 1), {}),
             )  # fmt: skip
         except DoesNotFit:  # within what an estimate may be off
             continue
@@ -186,7 +186,7 @@ def search_generation(
     ways = [(each, way) for each in chosen for way in other_ways(each.point)] if others else []
     for number, (each, way) in enumerate(ways):
         tell("other ways", number, len(ways))
-        traced = captured.setdefault(each.batch, {}) if way.ways == 1 else {}
+        traced = captured.setdefault((each.batch, way.ways), {})
         options = {"strategy": dict(way.strategy), "precision": precision, "memory_limit": memory_limit}
         try:
             found = planned(

@@ -168,13 +168,45 @@ def with_spec(plan: Plan, model: str, batch: str | None, tiny: bool, layers: int
     return replace(plan, model_spec=ModelSpec(model, tiny, parse_batch(batch) if batch else None, layers))
 
 
-def load_plan(
-    steps: Steps, path: Path, model: str | None, batch: str | None, tiny: bool, layers: int | None
-) -> tuple[Plan, LoadedModel]:
-    """A plan's file, and the model it was made for: as the options say, else the bundled one that the file names."""
-    from autopar.api.plan import Plan
+def phases_with_spec(
+    phases: GenerationPlan, model: str, batch: str | None, tiny: bool, layers: int | None
+) -> GenerationPlan:
+    """A plan for `generate()`, with how its model was built."""
+    from dataclasses import replace
 
-    plan = Plan.load(path)
+    prefill, decode = (with_spec(each, model, batch, tiny, layers) for each in phases)
+    return replace(phases, prefill=prefill, decode=decode)
+
+
+def read_plans(path: Path) -> Plan | GenerationPlan:
+    """What a plan's file holds: one plan, or for `generate()` those of a prompt and a token."""
+    from autopar.api.generation import GenerationPlan
+    from autopar.api.plan import Plan
+    from autopar.planner.plan.json import is_of_phases
+
+    return GenerationPlan.load(path) if is_of_phases(path) else Plan.load(path)
+
+
+def read_plan(path: Path, of: str | None) -> Plan:
+    """One plan. of: which of those of a file for `generate()`."""
+    from autopar.api.generation import GenerationPlan
+
+    found = read_plans(path)
+    if isinstance(found, GenerationPlan):
+        if of is None:
+            raise AutoparError(
+                f"{path} has two plans, of a prompt and of a token", remedy="say which: --of prefill, or --of decode"
+            )
+        return found.phases[of]
+    if of is not None:
+        raise AutoparError(f"{path} is no plan for generate()", values=f"--of {of}", remedy="leave --of out")
+    return found
+
+
+def model_of_plan(
+    steps: Steps, path: Path, plan: Plan, model: str | None, batch: str | None, tiny: bool, layers: int | None
+) -> LoadedModel:
+    """The model that a plan was made for: as the options say, else the bundled one that its file names."""
     if model is None:
         if batch is not None or tiny or layers is not None:
             raise AutoparError("--batch, --tiny and --layers say how --model is built", remedy="add --model MODEL")
@@ -188,7 +220,7 @@ def load_plan(
         assert spec is not None
         model, tiny, layers = spec.spec, spec.tiny, spec.layers
         batch = "x".join(map(str, spec.batch)) if spec.batch else None
-    return plan, load_model(steps, model, batch, tiny, layers, "meta")
+    return load_model(steps, model, batch, tiny, layers, "meta")
 
 
 def names_bundled_model(plan: Plan) -> bool:

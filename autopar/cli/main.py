@@ -27,9 +27,11 @@ from autopar.cli.input import (  # fmt: skip
     make_plan,
     parse_bytes,
     parse_generate,
+    phases_with_spec,
     read_generate,
     read_limits,
     read_mesh,
+    read_plan,
     read_strategy,
     with_spec,
 )
@@ -45,6 +47,7 @@ from autopar.cli.options import (  # fmt: skip
     MeshText,
     Microbatches,
     Model,
+    OfPhase,
     StrategyText,
     Tiny,
     Weights,
@@ -151,6 +154,7 @@ def plan(
         if tokens is not None:
             with errors(1):
                 phases = make_generation_plan(steps, loaded, *wanted, tokens, precision, weights, memory_limit=limit)
+                phases = phases_with_spec(phases, model, batch, tiny, layers)
                 files = cli_output.write_generation(phases, save, source)
                 if report is not None:
                     files.append(phases.report(report, explain_s=explain_seconds, progress=steps.part))
@@ -205,7 +209,8 @@ def search(
         typer.Option(help="With --generate: sequences at once, 1,8,64,256. Default: 1, 4, 16, … and --generate's."),
     ] = None,
     others: Annotated[
-        bool, typer.Option("--others", help="With --generate: also zero3, split_kv and auto on the meshes planned.")
+        bool,
+        typer.Option("--others", help="With --generate: also zero3, split_kv, helix and auto on the meshes planned."),
     ] = False,
     layers: Layers = None,
     tiny: Tiny = False,
@@ -272,6 +277,7 @@ def search(
 def check(
     program: Annotated[Path, typer.Argument(help="A generated program (.py), edited or not.")],
     plan: Annotated[Path, typer.Option("--plan", help="The plan (.json) that it was written from.")],
+    of: OfPhase = None,
     types_only: Annotated[
         bool, typer.Option("--types-only", help="Do not ask whether its values are those that were planned.")
     ] = False,
@@ -282,10 +288,8 @@ def check(
     Its statements run on tensors without data, in this process: it is code, check only what you would launch.
     """
     with Steps() as steps, errors(1):
-        from autopar.api.plan import Plan
-
         steps.begin(f"reading {plan}")
-        found = Plan.load(plan)
+        found = read_plan(plan, of)
         steps.begin(f"checking {program}")
         found.check(program, types_only=types_only)
     print(f"{program} is right: each of its statements does its part of what one device would compute.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -65,6 +65,10 @@ Weights = Annotated[
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")]
+OfPhase = Annotated[
+    Literal["prefill", "decode"] | None,
+    typer.Option("--of", help="Of a plan for generate() (--generate): the plan of the prompt, or that of a token."),
+]
 OfModel = Annotated[
     str | None,
     typer.Option("--model", help="The model, unless it is one of `autopar models`: module:callable, config.json."),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
     """The files that were asked for; their paths."""
     written: list[Path] = []
-    with _writing():
+    with writing():
         if save is not None:
             plan.save(save)
             written.append(save)
@@ -46,7 +46,8 @@ def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | No
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def writing() -> Iterator[None]:
+    """What cannot be written is an AutoparError."""
     try:
         yield
     except OSError as error:
@@ -119,7 +120,7 @@ def generation_data(plan: GenerationPlan, written: list[Path]) -> dict[str, Any]
 def write_generation(plan: GenerationPlan, save: Path | None, source: Path | None) -> list[Path]:
     """The files that were asked for; a program's file for each phase, with its name before the suffix."""
     written: list[Path] = []
-    with _writing():
+    with writing():
         if save is not None:
             plan.save(save)
             written.append(save)
@@ -264,7 +265,7 @@ def print_search(
 def write_generation_search(found: GenerationSearch, plot: Path | None, save: Path | None) -> list[Path]:
     """The files that were asked for: the picture, and of the plans that of most tokens a second."""
     written: list[Path] = []
-    with _writing():
+    with writing():
         if plot is not None:
             written.append(found.plot(plot))
         if save is not None:

@@ -15,8 +15,8 @@ import typer
 from autopar.base.errors import AutoparError
 from autopar.base.progress import Steps
 from autopar.cli import output as cli_output
-from autopar.cli.input import errors, load_plan, names_bundled_model
-from autopar.cli.options import AsJson, Batch, Layers, OfModel, PlanFile, Tiny
+from autopar.cli.input import errors, model_of_plan, names_bundled_model, read_plan, read_plans
+from autopar.cli.options import AsJson, Batch, Layers, OfModel, OfPhase, PlanFile, Tiny
 
 _LOADS = "Write it by json.dump(compiled.expert_loads(), file): a list of tokens of each expert, by layer"
 
@@ -27,15 +27,21 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def show(plan: PlanFile) -> None:
+def show(plan: PlanFile, of: OfPhase = None) -> None:
     """Print PLAN: parameters, regions, stages, collectives, memory."""
     with errors(2):
-        from autopar.api.plan import Plan
+        from autopar.api.generation import GenerationPlan
+        from autopar.views.generation import phases_tables, phases_text
         from autopar.views.text import plan_tables, plan_text
 
-        found = Plan.load(plan)
+        found = read_plans(plan) if of is None else read_plan(plan, of)
     console = cli_output.stdout()
-    if console.is_terminal:
+    if isinstance(found, GenerationPlan):
+        if console.is_terminal:
+            console.print(phases_tables(found.to_data(), found.phases))
+        else:
+            print(phases_text(found.to_data(), found.phases))
+    elif console.is_terminal:
         console.print(plan_tables(found))
     else:
         print(plan_text(found), end="")
@@ -61,7 +67,15 @@ def explain(
     """Say why NAME lies as it does in PLAN, what else there was, and what that would cost; or what the step costs."""
     with Steps() as steps:
         with errors(2):
-            found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
+            from autopar.api.generation import GenerationPlan
+
+            found = read_plans(plan)
+            if isinstance(found, GenerationPlan):
+                raise AutoparError(
+                    f"{plan} is a plan for generate(), which is explained where it was made",
+                    remedy=f"in Python: autopar.plan_generation(model, mesh, …).decode.explain({name!r})",
+                )
+            loaded = model_of_plan(steps, plan, found, model, batch, tiny, layers)
         from autopar.views.explain import explain as explaining
         from autopar.views.explain.subjects import find
 
@@ -87,15 +101,14 @@ def holds(
     plan: PlanFile,
     name: Annotated[str | None, typer.Argument(help="A parameter, a buffer, an input, an output.")] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Everything that this rank holds.")] = None,
+    of: OfPhase = None,
     as_json: AsJson = False,
 ) -> None:
     """Show which rank holds which part of NAME, or all that one rank holds."""
     with errors(2):
-        from autopar.api.plan import Plan
-
         if (name is None) == (rank is None):
             raise AutoparError("holds takes a name or a rank", remedy="autopar holds plan.json NAME, or --rank 0")
-        found = Plan.load(plan).holds(name, rank=rank)
+        found = read_plan(plan, of).holds(name, rank=rank)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
     else:
@@ -111,12 +124,11 @@ def draw(
     ] = "overview",
     phase: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Of the step.")] = "both",
     region: Annotated[str | None, typer.Option(help="Only this region (autopar show lists them).")] = None,
+    of: OfPhase = None,
 ) -> None:
     """Draw PLAN."""
     with errors(2):
-        from autopar.api.plan import Plan
-
-        written = Plan.load(plan).visualize(path, detail=detail, phase=phase, region=region)
+        written = read_plan(plan, of).visualize(path, detail=detail, phase=phase, region=region)
     print(f"wrote {written}")
 
 
@@ -134,24 +146,35 @@ def report(
     expert_loads: Annotated[
         Path | None, typer.Option(help="JSON of what compiled.expert_loads() gave: what placing experts would gain.")
     ] = None,
+    of: OfPhase = None,
 ) -> None:
     """Write everything about PLAN as one HTML file that needs no network."""
     with Steps() as steps:
         with errors(2):
+            from autopar.api.generation import GenerationPlan
             from autopar.api.plan import Plan
 
             found: Plan
-            others = {each.stem: Plan.load(each) for each in against or []}
+            whole = read_plans(plan) if of is None else read_plan(plan, of)
+            if isinstance(whole, GenerationPlan):
+                if against or expert_loads is not None or model is not None:
+                    raise AutoparError(
+                        f"{plan} is a plan for generate(): its page has both phases, and nothing else",
+                        remedy="leave --against, --expert-loads and --model out, or add --of decode",
+                    )
+                print(f"wrote {whole.report(path, explain_s=0.0, progress=steps.part)}")
+                return
+            others = {each.stem: read_plan(each, of) for each in against or []}
             options: dict[str, Any] = {"against": others, "explain_s": explain_seconds}
             if expert_loads is not None:
                 options["expert_loads"] = _read_loads(expert_loads)
-            found = Plan.load(plan)
-            if explain_seconds and (model is not None or names_bundled_model(found)):
-                found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
+            found = whole
+            if explain_seconds and of is None and (model is not None or names_bundled_model(found)):
+                loaded = model_of_plan(steps, plan, found, model, batch, tiny, layers)
                 options |= {"model": loaded.model, "example_inputs": loaded.batch}
             else:
                 options["memory_factors"] = ()
-                if explain_seconds:
+                if explain_seconds and of is None:
                     typer.echo("autopar: nothing is explained: that takes the plan's model, --model MODEL", err=True)
         with errors(1):
             written = found.report(path, **options, progress=steps.part)
@@ -169,28 +192,28 @@ def _read_loads(path: Path) -> dict[str, Any]:
 
 
 def trace(
-    plan: PlanFile, path: Annotated[Path, typer.Argument(help="Where the trace goes.")] = Path("plan.perfetto.json")
+    plan: PlanFile,
+    path: Annotated[Path, typer.Argument(help="Where the trace goes.")] = Path("plan.perfetto.json"),
+    of: OfPhase = None,
 ) -> None:
     """Write the predicted step of PLAN as a trace for ui.perfetto.dev."""
     with errors(2):
-        from autopar.api.plan import Plan
-
-        written = Plan.load(plan).trace(path)
+        written = read_plan(plan, of).trace(path)
     print(f"wrote {written}")
 
 
 def diff(
     left: Annotated[Path, typer.Argument(help="A plan's file.")],
     right: Annotated[Path, typer.Argument(help="Another.")],
+    of: OfPhase = None,
     page: Annotated[Path | None, typer.Option("--report", help="Also write LEFT's report with the comparison.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what RIGHT decides differently from LEFT, and what that costs. Exits with 1 where they differ."""
     with errors(2):
-        from autopar.api.plan import Plan
         from autopar.views.compare import compare
 
-        plans = Plan.load(left), Plan.load(right)
+        plans = read_plan(left, of), read_plan(right, of)
         names = (left.stem, right.stem) if left.stem != right.stem else (str(left), str(right))
         found = compare(*plans, names=names)
         if page is not None:
@@ -219,15 +242,18 @@ def export(
 ) -> None:
     """Tell PLAN to another engine: how many devices do what, and, for transformers, how each weight is split."""
     with Steps() as steps, errors(2):
-        from autopar.api.plan import Plan
+        from autopar.api.generation import GenerationPlan
 
+        found = read_plans(plan)
         if to == "transformers-tp-plan":
-            found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
+            one = next(iter(found)) if isinstance(found, GenerationPlan) else found
+            loaded = model_of_plan(steps, plan, one, model, batch, tiny, layers)
             exported = found.export(to, model=loaded.model, name=name)
         else:
-            exported = Plan.load(plan).export(to, name=name)
+            exported = found.export(to, name=name)
         if output is not None:
-            output.write_text(exported.text, encoding="utf-8")
+            with cli_output.writing():
+                output.write_text(exported.text, encoding="utf-8")
     if output is None:
         print(exported.text, end="")
     for note in exported.notes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import serving
 from autopar.base.huggingface.caches import NAMES, check_serves, name_of
+from autopar.base.huggingface.generation import vocabulary
 from autopar.base.huggingface.reuse import places
 from autopar.base.huggingface.sampling import Chooser
 from autopar.runtime.engine import Engine
@@ -74,8 +76,10 @@ class Asked:
 def serve(model: nn.Module, engine: Engine, requests: Iterable[Any], asked: Asked) -> Iterator[Served]:
     """See `CompiledModule.serve`."""
     serving.check_serves(model)
-    known = [_work(*each, asked) for each in enumerate(requests)] if isinstance(requests, Sequence | Tensor) else None
-    works = iter(known) if known is not None else (_work(*each, asked) for each in zip(count(), requests, strict=False))
+    known_tokens = vocabulary(model)
+    read = (_work(number, each, asked, known_tokens) for number, each in zip(count(), requests, strict=False))
+    known = list(read) if isinstance(requests, Sequence | Tensor) else None
+    works = read if known is None else iter(known)
     length = asked.length
     if length is None:
         if known is None:
@@ -85,15 +89,15 @@ def serve(model: nn.Module, engine: Engine, requests: Iterable[Any], asked: Aske
             )
         longest = max((work.places for work in known), default=1)
         length = longest + longest // 4  # the less is left over, the oftener all rows move
-    if min(asked.slots, length, asked.chunk or 1) < 1:
+    if min(asked.slots, length, 1 if asked.chunk is None else asked.chunk) < 1:
         raise AutoparError("slots, length and chunk are 1 or more", values=f"{asked}")
     return _Server(model, engine, works, asked, length, known).run()
 
 
-def _work(number: int, request: Any, asked: Asked) -> Work:
+def _work(number: int, request: Any, asked: Asked, known_tokens: int) -> Work:
     if not isinstance(request, Request):
         request = Request(request, asked.max_new_tokens)
-    prompt = [int(token) for token in request.prompt]
+    prompt = _tokens(number, request.prompt, known_tokens)
     if not prompt or request.max_new_tokens < 1:
         raise AutoparError(
             f"request {number} has nothing to do",
@@ -107,6 +111,26 @@ def _work(number: int, request: Any, asked: Asked) -> Work:
             remedy="Request(…, do_sample=True)",
         )
     return Work(number, prompt, request.max_new_tokens, request)
+
+
+def _tokens(number: int, prompt: Any, known_tokens: int) -> list[int]:
+    """A prompt's ids; of a vocabulary that is split no rank would find another one, and none would say so."""
+    try:
+        found = [operator.index(token) for token in prompt]
+        wrong = [token for token in found if not 0 <= token < known_tokens]
+    except (TypeError, ValueError) as error:  # ValueError: a tensor of no integers, or of several dims
+        raise AutoparError(
+            f"request {number} is no prompt",
+            values=str(error),
+            remedy="a prompt is a list of token ids, or a tensor of one dim of them: tokenizer(text).input_ids",
+        ) from error
+    if wrong:
+        raise AutoparError(
+            f"request {number} has a token that the model does not know",
+            values=f"{wrong[0]}, of {known_tokens}",
+            remedy="ids are from 0 on; see that the tokenizer is the model's",
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,11 +43,13 @@ def _beside(model: Any, batch: dict[str, Any]) -> Tensor:
 LOSSES: Sequence[Callable[[Any, dict[str, Any]], Tensor]] = (_norm, _of_parts, _beside, _norm)
 
 
-def steps(model: Any, batch: dict[str, Any]) -> Found:
+def steps(
+    model: Any, batch: dict[str, Any], losses: Sequence[Callable[[Any, dict[str, Any]], Tensor]] = LOSSES
+) -> Found:
     """Losses and gradients, a step each; the last under `no_grad` beside."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: Found = []
-    for loss_of in LOSSES:
+    for loss_of in losses:
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
@@ -86,8 +88,13 @@ def refused() -> list[str]:
     return texts
 
 
-def refused_stages() -> str:
+def over_stages() -> tuple[Found, list[bool]]:
+    """What `steps` finds of losses on modules alone, over two stages; of each parameter of the model whether this rank
+    holds it in the end.
+    """
     model, batch = training.model_and_batch("llama", torch.float64, 0.0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     planned: Any = autopar.compile(model, mesh, strategy="pipeline(1f1b)", example_inputs=batch)
-    return training.message(lambda: planned.model(batch["input_ids"]))
+    found = steps(planned, batch, LOSSES[:2])
+    weights = (each._parameters["weight"] for each in (planned.model.embed_tokens, planned.lm_head))
+    return found, [each is not None for each in weights]

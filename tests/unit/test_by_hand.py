@@ -292,6 +292,31 @@ def test_other_numbers_are_refused(name: str, says: str) -> None:
         transformers_caches.check_implementation(known)
 
 
+def test_what_routers_give_is_asked_for_without_a_cache() -> None:
+    """Breaks if the loss of routers, over a mask as long as a cache, ends in a message of an inner operator, or a call
+    whose output nobody reads it in is refused.
+    """
+    import transformers
+
+    from autopar.base.huggingface import routers
+
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                num_key_value_heads=1, num_local_experts=2,
+            )
+        )  # fmt: skip
+    asked = {"output_router_logits": True}
+    with pytest.raises(AutoparError, match=r"output_router_logits(.|\n)*use_cache=False"):
+        _Compiled(model.eval())(torch.zeros(1, 2, dtype=torch.long), use_cache=True, **asked)
+    assert routers.without_routers(model, asked) == {"output_router_logits": False}
+    assert routers.without_routers(model, {}) == {}
+    model.config.output_router_logits = True
+    assert routers.without_routers(model, {}) == {"output_router_logits": False}
+    assert routers.without_routers(_model(), asked | {"x": 1}) == {"output_router_logits": False, "x": 1}
+
+
 def test_a_cache_of_another_kind_is_refused() -> None:
     """Breaks if somebody's own kind of cache, whose rules are not ours, is taken for one of ours."""
     import transformers

@@ -31,6 +31,9 @@ def _model(name: str) -> nn.Module:
         made: Any = transformers.GPT2LMHeadModel(config)
     elif name == "olmo2":  # norms of all heads together, which are fused in one dtype alone
         made = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes, **heads, eos_token_id=2))
+    elif name == "mixtral":  # whose routers' loss is asked for
+        experts: dict[str, Any] = {"num_local_experts": 2, "output_router_logits": True}
+        made = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **experts))
     elif name == "mistral":  # with a window shorter than the sequence
         made = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads, sliding_window=3))
     else:
@@ -121,7 +124,9 @@ WANTED = autopar.Generation(batch=2, prompt=4, new_tokens=3)
 
 @pytest.mark.sampled(2)
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("mistral", "tensor"), ("gpt2", "auto"), ("olmo2", "tensor")])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("mistral", "tensor"), ("gpt2", "auto"), ("olmo2", "tensor"), ("mixtral", "ddp")]
+)
 def test_both_phases_are_planned_and_proven_together(name: str, strategy: str) -> None:
     """Breaks if the phases lie otherwise, if `generate()` hands them other inputs than they were planned for, or if
     what they come to is not the sum of its parts; a file gives the same plan.
@@ -135,7 +140,7 @@ def test_both_phases_are_planned_and_proven_together(name: str, strategy: str) -
     rows = [each for each in plan.decode.interface.inputs if each.name.startswith("past_key_values")]
     split = sum(isinstance(each.sharding[0], Shard) for each in rows)
     # Of two layers keys and values [2, heads, 6, 8] of eight bytes, and two counts of eight bytes.
-    heads = {"mistral": 2, "gpt2": 4, "olmo2": 2}[name]
+    heads = {"mistral": 2, "gpt2": 4, "olmo2": 2, "mixtral": 2}[name]
     whole = 2 * heads * 6 * 8 * 8
     assert plan.cache_bytes == split * whole // 2 + (4 - split) * whole + 2 * 8
     again = autopar.GenerationPlan.from_json(plan.to_json())

@@ -29,6 +29,7 @@ from autopar.base.huggingface.caches import NAMES, encoded_among, is_cache, name
 from autopar.base.huggingface.layout import COUNTED
 from autopar.base.huggingface.masks_of_generate import spelled_out
 from autopar.base.huggingface.reuse import fitting, known_empty, num_written, places, put
+from autopar.base.huggingface.routers import check_routers, without_routers
 from autopar.base.huggingface.unmade import Unmade, unmakeable
 
 logger = logging.getLogger("autopar")
@@ -88,7 +89,7 @@ def with_caches(original: type) -> Callable[[Any, Engine, tuple[Any, ...], dict[
             arguments = kwargs
         cache = arguments.get(name)
         if engine.is_driven() and (is_cache(cache) or arguments.get("use_cache") is False):
-            return _written(cache, engine.run(args, kwargs))
+            return _written(cache, engine.run(args, without_routers(model, kwargs)))
         if cache is None and not _wants_cache(model, arguments):
             return engine.run(args, kwargs)
         call = _Call(model, engine, name, masks, _named(signature, arguments))
@@ -180,6 +181,7 @@ class _Call:
                 f"{type(self.model).__name__} counts positions by what it saw before, which a cache does not say",
                 remedy="hand in position_ids with each call, or use generate()",
             )
+        check_routers(self.model, self.given)
 
     def _size(self) -> tuple[int, int, torch.device]:
         """Rows and new tokens of the call, and where they are."""
@@ -280,7 +282,7 @@ class _Call:
         given = {name: x for name, x in self.given.items() if name not in ("labels", "use_cache", "return_dict")}
         if self.model.config.is_encoder_decoder and given.get("encoder_outputs") is None:
             given = _behind(given, output)
-        call = replace(self, given=given)
+        call = replace(self, given=without_routers(self.model, given))
         before = call._versions()
 
         def make() -> Any:

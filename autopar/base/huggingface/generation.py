@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.caches import NAMES, Maker, called_without_data, generating, name_of
 from autopar.base.huggingface.masks_of_generate import spelled_out
+from autopar.base.huggingface.routers import without_routers
 
 Answer = Callable[[dict[str, Any]], Any]
 """The keyword arguments of one call of forward -> what forward returns."""
@@ -52,7 +53,7 @@ def driven(
     kind: Any = type(model)
 
     def forward(self: Any, **kwargs: Any) -> Any:
-        return answer(kwargs)
+        return answer(without_routers(self, kwargs))
 
     namespace = {
         "forward": functools.wraps(kind.forward)(forward),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -57,8 +58,19 @@ def load(path: str | Path) -> PlanRecord:
     Raises:
         AutoparError: no such file, or one that is damaged or of another format.
     """
-    text = files.read_text(path, "plan", most_bytes=MOST_BYTES, remedy="save one with plan.save(path)")
+    text = files.read_text(
+        path, "plan", most_bytes=MOST_BYTES, remedy="`autopar plan MODEL --save FILE` or Plan.save writes one"
+    )
     return from_text(text, where=str(path))
+
+
+def is_of_phases(path: str | Path) -> bool:
+    """Whether a file begins as one with several plans, for `generate()`; what cannot be read does not."""
+    try:
+        begin = files.read_bytes(path, "plan", most_bytes=2 * MOST_BYTES, remedy="")[:200]
+    except AutoparError:
+        return False
+    return re.match(rb'\s*\{\s*"(generation|phases)"\s*:', begin) is not None
 
 
 def to_text(plan: PlanRecord) -> str:
@@ -83,6 +95,11 @@ def from_text(text: str, *, where: str = "plan") -> PlanRecord:
             why = f"{error.what} {error.values or ''}".strip() if isinstance(error, AutoparError) else str(error)
             remedy = "make the plan again and save it"
             raise AutoparError(f"{where} is damaged", values=why[:300], remedy=remedy) from error
+    if isinstance(whole, dict) and "phases" in whole:
+        raise AutoparError(
+            f"{where} is a plan for generate(): two plans, of a prompt and of a token",
+            remedy="read it with autopar.GenerationPlan.load; on the command line say which of them: --of decode",
+        )
     if not _is_plan(whole):
         raise AutoparError(
             f"{where} is no plan of autopar",

@@ -86,18 +86,20 @@ class OtherWay:
 
 def other_ways(point: TokenPoint) -> list[OtherWay]:
     """What no estimate has sizes to put in for: replicas that share parameters (`zero3`), ranks of `tp`, half of them
-    or all, that cut caches along their length (`split_kv`), and `auto` on every axis but a pipeline's.
+    or all, that cut caches along their length (`split_kv`; `helix`, which splits products, too), and `auto` on every
+    axis but a pipeline's.
     """
     axes, named = point.axes, point.strategy
     found = []
     if point.dp > 1:
         found.append(OtherWay("zero3", axes, {**named, "dp": "zero3"}))
     for cut in sorted({point.tp // 2 if point.tp % 2 == 0 else 1, point.tp} - {1}) if point.tp > 1 else ():
-        sizes = {**{axis: size for axis, size in axes.items() if axis != "tp"}, "cp": cut}
-        asked = {**{axis: name for axis, name in named.items() if axis != "tp"}, "cp": "split_kv"}
-        if cut < point.tp:
-            sizes, asked = {**sizes, "tp": point.tp // cut}, {**asked, "tp": "tensor"}
-        found.append(OtherWay("split_kv", sizes, asked, cut))
+        for name in ("split_kv", "helix"):
+            sizes = {**{axis: size for axis, size in axes.items() if axis != "tp"}, "cp": cut}
+            asked = {**{axis: name for axis, name in named.items() if axis != "tp"}, "cp": name}
+            if cut < point.tp:
+                sizes, asked = {**sizes, "tp": point.tp // cut}, {**asked, "tp": "tensor"}
+            found.append(OtherWay(name, sizes, asked, cut))
     if point.num_devices > point.pp:
         kept = {axis: name if axis == "pp" else "auto" for axis, name in named.items()}
         found.append(OtherWay("auto", axes, kept))

@@ -11,13 +11,14 @@ from autopar.base.errors import AutoparError
 from autopar.base.text import did_you_mean
 from autopar.views.engines import servers, transformers_plan
 from autopar.views.engines.layout import Layout
+from autopar.views.engines.servers import Served
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autopar.planner.plan.record import PlanRecord
 
-SERVERS: Mapping[str, Callable[[Layout, str], str]] = {
+SERVERS: Mapping[str, Callable[[Layout, str, Served], str]] = {
     "vllm": servers.vllm,
     "sglang": servers.sglang,
     "tensorrt-llm": servers.tensorrt_llm,
@@ -34,11 +35,13 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export(plan: PlanRecord, to: str, model: nn.Module | None, name: str = "MODEL") -> Exported:
+def export(
+    plan: PlanRecord, to: str, model: nn.Module | None, name: str = "MODEL", served: Served | None = None
+) -> Exported:
     """A plan for another engine.
 
     to: one of `TARGETS`. model: what the plan was made for (on meta will do), of which `transformers-tp-plan` reads the
-    kinds of modules. name: of the weights to serve, a path or a hub's name.
+    kinds of modules. name: of the weights to serve, a path or a hub's name. served: what a plan for `generate()` says.
 
     Raises:
         AutoparError: an unknown target; what the engine cannot do, by axis or parameter.
@@ -49,7 +52,10 @@ def export(plan: PlanRecord, to: str, model: nn.Module | None, name: str = "MODE
         )
     layout = Layout.of(plan)
     if to in SERVERS:
-        return Exported(SERVERS[to](layout, shlex.quote(name)), servers.notes(layout, to))
+        served = served or Served()
+        if not name.isprintable():
+            raise AutoparError(f"{name!r} names no weights", remedy="name a path or a hub's name, in one line")
+        return Exported(SERVERS[to](layout, shlex.quote(name), served), servers.notes(layout, to, served))
     if model is None:
         raise AutoparError(
             "a plan for transformers names modules, and this one was loaded without its model",

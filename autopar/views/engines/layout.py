@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from autopar.ir.placement import ParameterLayout
     from autopar.planner.plan.record import PlanRecord
 
+HEADS = 1
+"""The dim of a cache with its heads, or channels."""
 EXPERT_DIMS = 3
 """Of a parameter of all experts together: experts, and a matrix each."""
 
@@ -48,7 +50,7 @@ class Layout:
             if others or any(axis == each for each, *_ in plan.context):
                 raise AutoparError(
                     f"the axis {axis} splits sequences, which no engine here is told",
-                    remedy="plan without `ring`, `ulysses` and `context`",
+                    remedy="plan that axis as `tensor`, or without it",
                 )
             kinds = {_kind(plan, name, layout, place) for name, layout in layouts.items()} - {None}
             if "expert" in kinds:
@@ -75,9 +77,16 @@ class Layout:
 
 
 def _inputs(plan: PlanRecord, place: int) -> tuple[bool, bool]:
-    """Whether an axis splits the rows of inputs, and whether another dim of them."""
-    dims = {p.dim for p in (each.sharding[place] for each in plan.interface.inputs) if isinstance(p, Shard)}
-    return 0 in dims, bool(dims - {0})
+    """Whether an axis splits the rows of inputs, and whether another dim of them: of a cache one behind its heads or
+    channels, which lie as the weights of its layer.
+    """
+    rows = others = False
+    for each in plan.interface.inputs:
+        placement = each.sharding[place]
+        if isinstance(placement, Shard):
+            rows = rows or placement.dim == 0
+            others = others or placement.dim > (HEADS if each.name in plan.interface.states else 0)
+    return rows, others
 
 
 def _kind(plan: PlanRecord, name: str, layout: ParameterLayout, place: int) -> str | None:

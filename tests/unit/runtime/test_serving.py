@@ -318,9 +318,27 @@ def test_what_a_request_says_of_draws_is_checked() -> None:
     with pytest.raises(
         AutoparError, match=r"request 3 says how tokens are drawn(.|\n)*top_k, seed(.|\n)*do_sample=True"
     ):
-        _work(3, Request([1, 2], 4, top_k=5, seed=1), asked)
+        _work(3, Request([1, 2], 4, top_k=5, seed=1), asked, 8)
     with pytest.raises(AutoparError, match="cannot be answered so"):
         Chooser(_model(), [1], 4, {"do_sample": True, "temperature": -1.0}, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([1, 8], "does not know(.|\n)*8, of 8"), ([-1], "does not know"), ([1.5], "is no prompt"),
+        ("hi", "is no prompt"), (torch.tensor([[1, 2]]), "is no prompt"), ([], "nothing to do"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_prompt_is_told(prompt: Any, says: str) -> None:
+    """Breaks if a token that no rank's part of a table has gets zeros for a vector, or half of one is cut off."""
+    from autopar.runtime.serving.serve import Asked, _work
+
+    asked = Asked(1, 4, None, None, None)
+    with pytest.raises(AutoparError, match=f"request 3(.|\n)*{says}"):
+        _work(3, prompt, asked, 8)
+    assert _work(3, torch.tensor([0, 7]), asked, 8).prompt == [0, 7]
 
 
 def test_what_cannot_be_served_is_told() -> None:

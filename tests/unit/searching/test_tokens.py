@@ -172,9 +172,11 @@ def test_other_ways_are_of_the_same_devices() -> None:
     said = [[f"{way.mesh} {' '.join(way.strategy.values())}" for way in ways] for ways in found.values()]
     assert said == [
         ["pp=2,dp=2,tp=4 pipeline(1f1b) zero3 tensor", "pp=2,dp=2,cp=2,tp=2 pipeline(1f1b) ddp split_kv tensor",
-         "pp=2,dp=2,cp=4 pipeline(1f1b) ddp split_kv", "pp=2,dp=2,tp=4 pipeline(1f1b) auto auto"],
-        ["cp=2 split_kv", "tp=2 auto"],
-        ["dp=2,ep=2,tp=3 zero3 expert tensor", "dp=2,ep=2,cp=3 ddp expert split_kv", "dp=2,ep=2,tp=3 auto auto auto"],
+         "pp=2,dp=2,cp=2,tp=2 pipeline(1f1b) ddp helix tensor", "pp=2,dp=2,cp=4 pipeline(1f1b) ddp split_kv",
+         "pp=2,dp=2,cp=4 pipeline(1f1b) ddp helix", "pp=2,dp=2,tp=4 pipeline(1f1b) auto auto"],
+        ["cp=2 split_kv", "cp=2 helix", "tp=2 auto"],
+        ["dp=2,ep=2,tp=3 zero3 expert tensor", "dp=2,ep=2,cp=3 ddp expert split_kv", "dp=2,ep=2,cp=3 ddp expert helix",
+         "dp=2,ep=2,tp=3 auto auto auto"],
         [], [],
     ]  # fmt: skip
     for point, ways in found.items():
@@ -192,7 +194,7 @@ def test_other_ways_are_planned_too() -> None:
         model_of("llama"), "h100x4", generate=WANTED, batches=(2,), top=1, limits={"pp": 1, "tp": 2}, others=True
     )
     planned = {(way.name, way.mesh) for _, way, _ in found.others}
-    assert {name for name, _ in planned} == {"zero3", "split_kv", "auto"}
+    assert {name for name, _ in planned} == {"zero3", "split_kv", "helix", "auto"}
     for each, way, plan in found.others:
         assert dict(plan.decode.mesh.axes) == dict(way.axes) and plan.generation.batch == each.batch == 2
     assert all(found.best.total_s <= plan.total_s for plan in [*found, *(plan for _, _, plan in found.others)])

@@ -94,3 +94,44 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0 and json.loads(out.read_text())["tp_plan"]["lm_head"] == "colwise_gather_output"
     done = CliRunner().invoke(app, ["export", str(file), "--to", "vllm", "--name", "x/y"])
     assert done.exit_code == 0 and "vllm serve x/y --tensor-parallel-size 2\n" in done.output
+    done = CliRunner().invoke(app, ["export", str(file), "--to", "vllm", "-o", str(tmp_path / "no" / "x")])
+    assert done.exit_code == 2 and "autopar: cannot write" in done.output
+    done = CliRunner().invoke(app, ["export", str(file), "--to", "tensorrt-llm", "--name", "x\ny: z"])
+    assert done.exit_code == 2 and "names no weights" in done.output
+
+
+@pytest.mark.moderate
+def test_a_plan_for_generate_is_a_file_like_others(tmp_path: Path) -> None:
+    """Breaks if what `--generate --save` writes is read by no command, a cache's heads are taken for a split sequence
+    or its split length is not, or an engine is not told how long sequences get and how keys are stored.
+    """
+    file, out = tmp_path / "plan.json", tmp_path / "tp.json"
+
+    def said(code: int, *words: str) -> str:
+        done = CliRunner().invoke(app, list(words))
+        assert done.exit_code == code, done.output
+        return done.output
+
+    asked = ["--layers", "1", "--generate", "2x8x4", "--save", str(file)]
+    said(0, "plan", "llama", "--tiny", "--mesh", "tp=2", "--strategy", "tensor", "--cache", "fp8", *asked)
+    assert "--tensor-parallel-size 2 --max-model-len 12 --kv-cache-dtype fp8\n" in said(
+        0, "export", str(file), "--to", "vllm"
+    )
+    assert "--context-length 12 --kv-cache-dtype fp8_e4m3\n" in said(0, "export", str(file), "--to", "sglang")
+    assert "max_seq_len: 12\nkv_cache_config:\n  dtype: fp8\n" in said(0, "export", str(file), "--to", "tensorrt-llm")
+    said(0, "export", str(file), "--to", "transformers-tp-plan", "-o", str(out))
+    assert json.loads(out.read_text())["tp_plan"]["lm_head"] == "colwise_gather_output"
+    assert "first token" in said(0, "show", str(file)) and "attention_mask" in said(
+        0, "show", str(file), "--of", "decode"
+    )
+    assert "--of decode" in said(2, "holds", str(file), "--rank", "0")
+    assert "lm_head.weight" in said(0, "holds", str(file), "--rank", "0", "--of", "decode")
+    assert "decode.explain('cost')" in said(2, "explain", str(file), "cost")
+    with pytest.raises(AutoparError, match=r"GenerationPlan\.load"):
+        autopar.Plan.load(file)
+    data = json.loads(file.read_text())
+    data["generation"]["new_tokens"] = 1e30
+    file.write_text(json.dumps(data))
+    assert "no plan for generate()" in said(2, "export", str(file), "--to", "vllm")
+    said(0, "plan", "llama", "--tiny", "--mesh", "cp=2", "--strategy", "split_kv", *asked)
+    assert "cp splits sequences" in said(2, "export", str(file), "--to", "vllm")
