@@ -43,7 +43,7 @@ from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.microbatches import Batch, make_batch
 from autopar.runtime.own_caches import Caches
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
-from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
+from autopar.runtime.pipeline_run import PipelineRun, let_arrive, on_mesh, stand_ins
 from autopar.runtime.placements import as_parameter, make_dtensor
 from autopar.runtime.recording import Recorder
 from autopar.runtime.refused import (
@@ -190,6 +190,8 @@ class Engine:
         for place, each in enumerate(seen):
             if isinstance(each, SeenWhole):
                 each._hooked = partial(hooked.add, place)
+        if interface.pipeline is not None and not (self._wants_turns and torch.is_grad_enabled()):
+            let_arrive(seen, self._pipelines[executable.key], self.comm, self.first_times.arrive)
         output = executable.rebuild_output(seen)
         if given is not None and executable.repeats and interface.pipeline is None:
             held = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]

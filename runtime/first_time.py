@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from autopar.base.text import format_bytes
 from autopar.runtime.communicator import Communicator
@@ -31,6 +32,19 @@ class FirstTimes:
             self._said.add(what)
             meet(what, self.comm.timeout_s, f"Ask for the largest of {name} on every rank (and print on one)")
         return self.comm
+
+    def arrive(self, name: str, axis: str, piece: Tensor) -> Tensor:
+        """Of what one stage of a pipeline made, this rank's piece on every stage. Collective.
+
+        piece: where it was not made, zeros.
+        """
+        what = f"look at {name}, which one stage has made"
+        if what not in self._said:
+            self._said.add(what)
+            meet(what, self.comm.timeout_s, f"Look at {name} on every rank (and print on one)")
+        self.comm.at(what)
+        with torch.no_grad():
+            return self.comm.all_reduce(piece.contiguous(), axis)
 
     def gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """The first time that an output is looked at whole: every rank has to, and it has a price."""

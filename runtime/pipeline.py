@@ -102,6 +102,15 @@ class PipelineProgram:
             return tuple(place for place, entry in outputs if not entry.shape)
         return tuple(place for place, entry in outputs if entry.name not in self.keepers)
 
+    @cached_property
+    def made_apart(self) -> frozenset[int]:
+        """The places of the outputs that the ranks of one stage alone have, but for states."""
+        return frozenset(
+            place
+            for place, entry in enumerate(self.interface.outputs)
+            if place not in self.shared and entry.name not in self.keepers
+        )
+
     def rank_of_update(self, name: str) -> int:
         """The pipeline rank that changes a buffer."""
         return self.pipeline.rank_of[next(k for k, stage in enumerate(self.pipeline.stages) if name in stage.updates)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import whole_output
-from autopar.runtime.pipeline import PipelineResult, PipelineStep
+from autopar.runtime.pipeline import PipelineProgram, PipelineResult, PipelineStep
 from autopar.runtime.placements import contiguous_stride, make_dtensor
+from autopar.runtime.seen_whole import Coming, SeenWhole
 from autopar.runtime.step import as_gradient
 
 Found = tuple[list[Tensor | None], Tensors]
@@ -34,14 +37,16 @@ class PipelineRun:
     buffers: Tensors
 
     def forward(self) -> Found:
-        """The outputs in the interface's order, None where they are on other ranks, of states (caches) what stands for
-        them; the new values of buffers.
+        """The outputs in the interface's order, zeros without memory where they are on other ranks, of states (caches)
+        what stands for them; the new values of buffers.
 
         Where gradients are recorded, the backward of an output is an error: one rank cannot run it alone.
         """
         with torch.no_grad():
             result = self.step.forward(self._state())
-        return self._outputs(result, refuses=torch.is_grad_enabled()), result.updates
+        zeros = [None if value is not None else self._zeros(place) for place, value in enumerate(result.outputs)]
+        outputs = tuple(own if zero is None else zero for own, zero in zip(result.outputs, zeros, strict=True))
+        return self._outputs(replace(result, outputs=outputs), refuses=torch.is_grad_enabled()), result.updates
 
     def train(self, loss: int) -> Found:
         """The whole schedule; gradients are added to `.grad`. loss: its place among the outputs.
@@ -105,6 +110,14 @@ class PipelineRun:
             found.append(value)
         return found
 
+    def _zeros(self, place: int) -> Tensor | None:
+        """In the place of an output that another stage makes: of its shape, in the memory of one number."""
+        if place not in self.step.program.made_apart:
+            return None
+        entry = self.step.program.interface.outputs[place]
+        zero = torch.zeros((), dtype=getattr(torch, entry.dtype), device=self.step.comm.device)
+        return zero.expand(self._local_shape(whole_output(entry, self.step.program.interface.microbatches)))
+
     def _local_shape(self, entry: TensorInterface) -> tuple[int, ...]:
         inner = self.step.batch.comm
         return local_part_shape(entry.shape, entry.sharding, inner.sizes, [inner.index(axis) for axis in inner.axes])
@@ -123,6 +136,21 @@ class _NoBackward(torch.autograd.Function):
             "backward() cannot run a pipeline: its stages go forward and backward in the order of a schedule",
             remedy="Call compiled.train_step(**batch) in place of compiled(**batch) and loss.backward()",
         )
+
+
+def let_arrive(
+    seen: Sequence[Any], program: PipelineProgram, comm: Communicator, arrive: Callable[[str, str, Tensor], Tensor]
+) -> None:
+    """Have the outputs that one stage alone made come to all ranks where these look at them.
+
+    arrive: of an output's name, the pipeline's axis, and this rank's piece, the piece of the rank that made it.
+    """
+    axis = program.pipeline.axis
+    for place in program.made_apart:
+        if isinstance(output := seen[place], SeenWhole):
+            name = program.interface.outputs[place].name
+            is_here = program.rank_of_output(place) == comm.index(axis)
+            output._coming = Coming(partial(arrive, name, axis), is_here)
 
 
 def stand_ins(interface: ProgramInterface) -> list[Tensor]:

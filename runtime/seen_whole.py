@@ -12,7 +12,7 @@ comes back for it is cut again: nothing in the user's script has to know. What t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,19 +45,29 @@ T = TypeVar("T", bound=DTensor)
 HOOKS = frozenset({"register_hook", "retain_grad"})
 
 
+class Coming(NamedTuple):
+    """Of an output that one stage of a pipeline made: how this rank's piece comes to be that of the rank that made it
+    (collective), and whether it is this one. Elsewhere there are zeros, without memory.
+    """
+
+    bring: Callable[[Tensor], Tensor]
+    is_here: bool
+
+
 class SeenWhole(DTensor):
     """See above.
 
     _gather_first: what every rank does before a gather; may raise. _choose_first: the same before the largest of all
     pieces is found (`chosen_among.py`). _hooked: called where the script looks at the
-    gradient that comes for it. _is_kept: whether what was gathered is the tensor
-    from then on (an output), or the pieces are, which somebody else may write to (a parameter's). _memory: of those, a
-    copy of the whole whose address somebody has.
+    gradient that comes for it. _coming: of what one stage of a pipeline made, until somebody looks.
+    _is_kept: whether what was gathered is the tensor from then on (an output), or the pieces are, which somebody else
+    may write to (a parameter's). _memory: of those, a copy of the whole whose address somebody has.
     """
 
     _gather_first: Callable[[], None] | None = None
     _choose_first: Callable[[], Communicator] | None = None
     _hooked: Callable[[], None] | None = None
+    _coming: Coming | None = None
     _is_kept: bool = True
     _whole: Tensor | None = None
     _memory: Any = None
@@ -74,11 +84,28 @@ class SeenWhole(DTensor):
                 f"a piece of a state of {layer.name} is wanted by itself, and its experts are placed by load",
                 remedy="Call compiled.experts_home() before torch.distributed.checkpoint; compiled.save needs none",
             )
+        if self._coming is not None and not self._coming.is_here:
+            raise AutoparError(
+                "a piece of an output is wanted by itself on a rank whose stage does not make it",
+                values=f"{tuple(self.shape)}, made on the ranks of another stage of the pipeline",
+                remedy="Look at it as at any tensor, on every rank (full_tensor() is the whole)",
+            )
         return super().to_local(*args, **kwargs)
+
+    def full_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As of any DTensor; of an output of one stage of a pipeline on every rank."""
+        arrived(self)
+        return super().full_tensor(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        if self._coming is not None and not self._coming.is_here:
+            return f"SeenWhole(shape={tuple(self.shape)}, dtype={self.dtype}, made on the ranks of another stage)"
+        return super().__repr__(**kwargs)
 
     def __getitem__(self, index: Any) -> Any:
         """As of any tensor; of an output that every rank has whole the short way, as each token's logits are asked."""
-        if self._is_kept and self._whole is None and not self.requires_grad and chosen_among.is_plain_index(index):
+        is_short = self._is_kept and self._whole is None and not self.requires_grad and self._coming is None
+        if is_short and chosen_among.is_plain_index(index):
             held = local_tensor(self)
             if not held.is_meta and all(type(each) is Replicate for each in self.placements):
                 return held[index].clone()
@@ -102,6 +129,12 @@ class SeenWhole(DTensor):
             return func(*args, **kwargs)
         if name in OF_MEMORY and isinstance(first, SeenWhole) and not first._is_kept and not first.requires_grad:
             return _of_memory(func, first, args[1:], kwargs)
+        if any(isinstance(each, SeenWhole) and each._coming is not None for each in _tensors(args, kwargs)):
+            found = _part_to_come(name, first, args)
+            if found is not None:
+                return found
+            for each in _tensors(args, kwargs):
+                arrived(each)
         is_elsewhere = name in along.BY_NAME and isinstance(first, SeenWhole) and local_tensor(first).is_meta
         if isinstance(first, SeenWhole) and first._is_kept and (first._whole is None or is_elsewhere):
             with plain_functions():
@@ -197,6 +230,7 @@ def whole(x: Any) -> Any:
 
     Of an output it is the same object whenever it is asked for: what is changed in place stays changed.
     """
+    arrived(x)
     if not isinstance(x, SeenWhole):
         return x
     if x._whole is not None:
@@ -221,8 +255,33 @@ def whole(x: Any) -> Any:
     return found
 
 
+def arrived(x: Any) -> None:
+    """What one stage of a pipeline made is on all from now on; of anything else nothing. Collective."""
+    if isinstance(x, SeenWhole) and x._coming is not None:
+        coming, x._coming = x._coming, None
+        x._local_tensor = coming.bring(local_tensor(x).detach())
+
+
+def _part_to_come(name: str, x: Any, args: Any) -> SeenWhole | None:
+    """A part of what has not arrived, or all of it, which comes by itself; None where pieces cannot say it."""
+    if not isinstance(x, SeenWhole) or x._coming is None:
+        return None
+    is_part = name == "__getitem__" and not x.requires_grad and chosen_among.is_plain_index(args[1])
+    if not is_part and name != "detach":
+        return None
+    with plain_functions():
+        held: DTensor = _in_pieces(x, local_tensor(x), DTensor)
+        part = chosen_among.part(held, args[1]) if is_part else held
+    if part is None:
+        return None
+    found = seen_whole(part, x._gather_first, choose_first=x._choose_first)
+    found._coming = x._coming
+    return found
+
+
 def as_changed(x: Tensor) -> Tensor:
     """What a model is given: of an output that somebody looked at the whole, which may have been changed in place."""
+    arrived(x)
     is_whole = isinstance(x, SeenWhole) and x._is_kept and x._whole is not None and not local_tensor(x).is_meta
     return whole(x) if is_whole else x
 
@@ -230,6 +289,7 @@ def as_changed(x: Tensor) -> Tensor:
 def in_pieces_as(x: Tensor, like: Tensor) -> Tensor:
     """A whole tensor as a DTensor placed as `like` is; nothing is sent."""
     assert isinstance(like, DTensor)
+    arrived(x)
     if isinstance(x, SeenWhole) and layer_of(like) is not None:
         x = whole(x)
     elif isinstance(x, SeenWhole) and x.placements == like.placements:

@@ -297,7 +297,8 @@ def evaluate() -> dict[str, Any]:
         with torch.no_grad():
             output = compiled(**batch)
             found["eval"] = float(output.loss)
-            found["logits"] = None if output.logits is None else output.logits.full_tensor()
+            found["chosen"] = output.logits[:, -1].argmax(-1).tolist()  # of a part, which comes by itself
+            found["logits"] = output.logits.full_tensor()
             found["eval short"] = float(compiled(**short).loss)
     found["cut"] = cut == [stage.parameters for stage in compiled.plan.interface.pipeline.stages]
     compiled.train()
