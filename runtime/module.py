@@ -453,11 +453,13 @@ def _compiled_class(original: Any) -> type[Any]:
         def resize(self: CompiledModule, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
             table: Any = self
             table = table.get_input_embeddings()
-            if new_num_tokens in (None, table.weight.shape[0]) and not (args or kwargs):
+            elsewhere = (each.parameter for each in self.autopar.absent if each.is_missing([table]))
+            rows = next(elsewhere, table.weight).shape[0]
+            if new_num_tokens in (None, rows) and not (args or kwargs):
                 return table
             raise AutoparError(
                 f"the vocabulary of a {original.__name__} cannot change behind autopar.compile",
-                values=f"{table.weight.shape[0]} rows, asked for {new_num_tokens}",
+                values=f"{rows} rows, asked for {new_num_tokens}",
                 remedy="Call model.resize_token_embeddings first, and compile then",
             )
 

@@ -96,5 +96,6 @@ def over_stages() -> tuple[Found, list[bool]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     planned: Any = autopar.compile(model, mesh, strategy="pipeline(1f1b)", example_inputs=batch)
     found = steps(planned, batch, LOSSES[:2])
+    assert planned.resize_token_embeddings(model.config.vocab_size) is planned.model.embed_tokens
     weights = (each._parameters["weight"] for each in (planned.model.embed_tokens, planned.lm_head))
     return found, [each is not None for each in weights]
