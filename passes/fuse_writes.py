@@ -2,13 +2,15 @@
 
 Requires: phase `differentiated`.
 Ensures: the same phase and numbers. On `cuda`, where its kernel runs (`Hardware.fused_kernels`), queries and keys that
-    are rotated by the same tables, the whole of a head or its first part, of at most `FEW_QUERIES` tokens, keys that go
-    nowhere but into a cache, and values written at the same positions, are `autopar.rotary_write`; of caches of codes
-    with what encodes both.
+    are rotated alike (`rotations.py`), the whole of a head or its first part, of at most `FEW_QUERIES` tokens, keys
+    that go nowhere but into a cache, and values written at the same positions, are `autopar.rotary_write`; keys and
+    values of which that is not so `autopar.cache_write`, and those that are written into pieces of a cache; of caches
+    of codes with what encodes both.
 
     q' = rotary(q, cos, sin); k' = rotary(k, cos, sin)     →  q', keys', values' = rotary_write(
     keys' = index_copy(keys, 2, at, k'); values' = …              q, k, v, cos, sin, keys, values, at)
     q' = cat([rotary(q[..., :R], cos, sin), q[..., R:]]); …    →  the same
+    keys' = index_copy(keys, 2, at, k); values' = …        →  keys', values' = cache_write(k, v, keys, values, at)
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.base.codes import STORAGES
 from autopar.base.torch_compat import tracing
 from autopar.cost.local_work import FEW_QUERIES
-from autopar.ir.nodes import NAME, argument, copy_graph, drop_dead, dtype_of, shape_of
+from autopar.ir.nodes import NAME, copy_graph, drop_dead, dtype_of, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.machine.mesh import Mesh
 from autopar.passes.alike import is_alike
+from autopar.passes.rotations import Rotation, Rows
 from autopar.strategies.axis import AxisStrategy
 
 _aten, _own = torch.ops.aten, torch.ops.autopar
+_WAYS = ("interleaved", "half_tables", "in_float32")
+"""How rows are rotated, as `Rotation` and the operator call it."""
 _LENGTH = 2
 """The dim of a cache [batch, heads, length, dim] that is written along."""
 
@@ -70,11 +75,11 @@ class _Put:
 
 @dataclass(frozen=True, slots=True)
 class _Turned:
-    """Queries or keys that a node gives, x rotated by tables (cos, sin): the whole of each head or its first part."""
+    """Queries that a node gives, and how they and the keys are rotated."""
 
     node: fx.Node
-    x: Any
-    tables: tuple[Any, ...]
+    queries: Rotation
+    keys: Rotation
 
 
 def _rewrite(region: Region, ranks: int) -> Region:
@@ -83,7 +88,7 @@ def _rewrite(region: Region, ranks: int) -> Region:
     for at in dict.fromkeys(node.args[2] for node in graph.nodes if _is_write(node)):
         found = _match(graph, at, ranks)
         for made in _replace(graph, at, *found) if found is not None else ():
-            origins[made.name] = region.origins.get(found[0].node.name, "")  # type: ignore[index]
+            origins[made.name] = region.origins.get(found[0].source.name, "")  # type: ignore[index]
             added.add(made.name)
     if not added:
         return region
@@ -93,67 +98,66 @@ def _rewrite(region: Region, ranks: int) -> Region:
     return replace(region, graph=graph, origins=origins, forward_nodes=left)
 
 
-def _match(graph: fx.Graph, at: Any, ranks: int) -> tuple[_Turned, _Turned, _Put, _Put] | None:
-    """Queries, keys and values of what is written at these positions; None where it is anything else, or where as many
-    ranks as may share the heads cannot have equally many of keys: they would split queries alone.
+def _match(graph: fx.Graph, at: Any, ranks: int) -> tuple[_Put, _Put, _Turned | None] | None:
+    """Keys and values that are written at these positions, and queries and keys as they are rotated, where one operator
+    does that, too; None where it is anything else, or where as many ranks as may share the heads cannot have equally
+    many of keys: they would split queries alone.
     """
-    puts = list(_puts([node for node in graph.nodes if _is_write(node) and node.args[2] is at]))
-    turned = [(put, each) for put in puts if (each := _turned(put.source)) is not None]
-    if len(puts) != 2 or len(turned) != 1:
+    writes = [node for node in graph.nodes if _is_write(node) and node.args[2] is at]
+    puts = list(_puts(writes))
+    if len(puts) != 2 or len({write.target for write in writes}) != 1:
         return None
-    ((keys, keys_turned),) = turned
+    rows, whole = Rows(), writes[0].target is _aten.index_copy.default
+    turned = [(put, each) for put in puts if whole and (each := _turned(graph, put, rows)) is not None]
+    keys = turned[0][0] if len(turned) == 1 else puts[0]
     (values,) = (put for put in puts if put is not keys)
-    key = keys.source
-    others = (_turned(node) for node in graph.nodes if node is not key)
-    found = [other for other in others if other is not None and _is_alike(other, keys_turned)]
-    queries = [other.node for other in found]
-    if len(queries) != 1 or shape_of(key)[_LENGTH] > FEW_QUERIES:
-        return None
+    own, others = shape_of(keys.source), shape_of(values.source)
     fits = (
-        shape_of(key)[1] % ranks == 0
-        and shape_of(queries[0])[1] % shape_of(key)[1] == 0
-        and shape_of(values.source)[:3] == shape_of(key)[:3]
+        len(own) == len(others) == 4
+        and own[_LENGTH] <= FEW_QUERIES
+        and own[1] % ranks == 0
+        and own[:3] == others[:3]
         and values.storage == keys.storage
-        and dtype_of(queries[0]) == dtype_of(key) == dtype_of(values.source)
-        and set(key.users) <= {*keys.between, *keys.writes}
+        and dtype_of(keys.source) == dtype_of(values.source)
     )
-    return (found[0], keys_turned, keys, values) if fits else None
+    return (keys, values, turned[0][1] if len(turned) == 1 else None) if fits else None
 
 
-def _turned(node: fx.Node) -> _Turned | None:
-    """What is rotated where a node gives it: x, or x of which a first part is, and the rest as it is."""
-    if node.target is _own.rotary.default:
-        return _Turned(node, node.args[0], node.args[1:])
-    if node.target is not _aten.cat.default or argument(node, 1, "dim", 0) not in (-1, 3) or len(shape_of(node)) != 4:
+def _turned(graph: fx.Graph, put: _Put, rows: Rows) -> _Turned | None:
+    """How keys are rotated that only go into a cache, and the one node whose rows are rotated alike, queries."""
+    key, shape = put.source, shape_of(put.source)
+    if len(shape) != 4 or shape[_LENGTH] > FEW_QUERIES or not set(key.users) <= {*put.between, *put.writes}:
         return None
-    parts: Any = node.args[0]
-    if len(parts) != 2 or parts[0].target is not _own.rotary.default:
+    turned = rows.rotation(key)
+    if turned is None or not _are_tables(turned, shape):
         return None
-    first, rest = parts[0].args[0], parts[1]
-    x, wide = first.args[0] if first.target is _aten.slice.Tensor else None, shape_of(first)[-1]
-    whole = x is not None and shape_of(x) == shape_of(node) and _is_cut(first, x, 0, wide)
-    is_part = whole and wide % 2 == 0 and _is_cut(rest, x, wide, shape_of(node)[-1])
-    return _Turned(node, x, parts[0].args[1:]) if is_part else None
+    found: dict[fx.Node, Rotation] = {}
+    for node in graph.nodes:
+        own = shape_of(node)
+        if node is key or len(own) != 4 or (own[0], *own[2:]) != (shape[0], *shape[2:]) or own[1] % shape[1]:
+            continue
+        other = rows.rotation(node) if dtype_of(node) == dtype_of(key) else None
+        if other is not None and (other.kind, other.turned) == (turned.kind, turned.turned):
+            found[node] = other
+    last = [node for node in found if not any(user in found for user in node.users)]
+    return _Turned(last[0], found[last[0]], turned) if len(last) == 1 else None
 
 
-def _is_cut(node: fx.Node, x: Any, start: int, stop: int) -> bool:
-    """Whether a node is x[..., start:stop] of x with four dims."""
-    if node.target is not _aten.slice.Tensor or node.args[0] is not x or argument(node, 1, "dim", 0) not in (-1, 3):
-        return False
-    end = argument(node, 3, "end")
-    end = shape_of(x)[-1] if end is None else min(end, shape_of(x)[-1])
-    return ((argument(node, 2, "start") or 0), end, argument(node, 4, "step", 1)) == (start, stop, 1)
+def _are_tables(turned: Rotation, shape: Sequence[int]) -> bool:
+    """Whether tables are those of all heads [B, H, S, D], of each row of the batch or of all."""
+    head = _LENGTH if turned.turned else 1
+    for table in (turned.cos, turned.sin):
+        rows = list(shape_of(table)[:-1])
+        if len(rows) == 3 and rows.pop(head) != 1:
+            return False
+        if len(rows) != 2 or rows[0] not in (1, shape[0]) or rows[1] != shape[_LENGTH]:
+            return False
+    return True
 
 
 def _is_write(node: fx.Node) -> bool:
-    if node.target is not _aten.index_copy.default or len(node.args) != 4 or len(shape_of(node)) != 4:
-        return False
-    return node.args[1] in (_LENGTH, _LENGTH - 4)
-
-
-def _is_alike(query: _Turned, key: _Turned) -> bool:
-    own, others = shape_of(query.node), shape_of(key.node)
-    return query.tables == key.tables and own[0] == others[0] and own[2:] == others[2:]
+    is_write = node.target in (_aten.index_copy.default, _own.write_piece.default) and len(node.args) == 4
+    return is_write and not node.kwargs and len(shape_of(node)) == 4 and node.args[1] in (_LENGTH, _LENGTH - 4)
 
 
 def _puts(writes: Sequence[fx.Node]) -> Iterator[_Put]:
@@ -198,26 +202,58 @@ def _encoding(storage: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Gr
     return tracing.make_fx(lambda x: STORAGES[storage].encode(x), {}, [numbers]).graph
 
 
-def _replace(graph: fx.Graph, at: Any, queries: _Turned, turned: _Turned, keys: _Put, values: _Put) -> list[fx.Node]:
+def _replace(graph: fx.Graph, at: Any, keys: _Put, values: _Put, turned: _Turned | None) -> list[fx.Node]:
     """The operator before the first reader of what it gives; nothing where something that it takes comes later."""
-    query = queries.node
     caches = [keys.caches[0], values.caches[0], at, *keys.caches[1:], *values.caches[1:]]
-    args = (queries.x, turned.x, values.source, *turned.tables, *caches)
-    results = [query, keys.writes[0], values.writes[0], *keys.writes[1:], *values.writes[1:]]
+    results = [keys.writes[0], values.writes[0], *keys.writes[1:], *values.writes[1:]]
+    taken = [values.source, *caches]
+    taken += [keys.source] if turned is None else [turned.queries.x, turned.keys.x, turned.keys.cos, turned.keys.sin]
+    results = results if turned is None else [turned.node, *results]
     order = {node: place for place, node in enumerate(graph.nodes)}
-    first = min((user for node in results for user in node.users), key=order.__getitem__, default=query)
-    if any(order[each] >= order[first] for each in args):
+    first = min((user for node in results for user in node.users), key=order.__getitem__, default=results[0])
+    if any(order[each] >= order[first] for each in taken):
         return []
     said: dict[str, Any] = {"storage": keys.storage} if keys.storage else {}
+    if keys.writes[0].target is _own.write_piece.default:
+        said["start"] = 0
+    made: list[fx.Node] = []
     with graph.inserting_before(first):
-        node = graph.call_function(_own.rotary_write.default, args, said)
+        if turned is None:
+            args, target = (keys.source, values.source, *caches), _own.cache_write.default
+        else:
+            args, target = (*_rotated(graph, turned, values.source, made), *caches), _own.rotary_write.default
+            said |= {name: True for name in _WAYS if getattr(turned.keys, name)}
+        node = graph.call_function(target, args, said)
         node.meta["val"] = [result.meta["val"] for result in results]
-        made = [node]
+        made.append(node)
+        picked = []
         for place, result in enumerate(results):
             pick = graph.create_node("call_function", operator.getitem, (node, place), name=result.name)
             pick.meta = {name: result.meta[name] for name in ("val", NAME) if name in result.meta}
-            made.append(pick)
-    for pick, result in zip(made[1:], results, strict=True):
+            picked.append(pick)
+    for pick, result in zip(picked, results, strict=True):
         result.replace_all_uses_with(pick)
         graph.erase_node(result)
-    return made
+    return [*made, *picked]
+
+
+def _rotated(graph: fx.Graph, turned: _Turned, values: fx.Node, made: list[fx.Node]) -> Iterator[fx.Node]:
+    """Queries, keys, values, and the tables without a dim for heads, behind whatever that takes (`made`)."""
+    head = _LENGTH if turned.keys.turned else 1
+
+    def view(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(args[0].meta["val"], *args[1:])
+        made.append(node)
+        return node
+
+    for each in (turned.queries, turned.keys):
+        yield view(_aten.transpose.int, each.x, 1, 2) if each.turned else each.x
+    yield values
+    for table in (turned.keys.cos, turned.keys.sin):
+        if len(shape_of(table)) == 3:
+            yield table
+        elif table.target is _aten.unsqueeze.default and table.args[1] in (head, head - 4):
+            yield table.args[0]  # type: ignore[misc]
+        else:
+            yield view(_aten.squeeze.dim, table, head)

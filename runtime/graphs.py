@@ -71,8 +71,9 @@ def waiting_for_device(work: Callable[[], object]) -> list[str]:
     return sorted(found)
 
 
-_rotary_write = torch.ops.autopar.rotary_write.default
-_WRITTEN: Mapping[Any, Sequence[int]] = {torch.ops.aten.index_copy.default: (0,), _rotary_write: CACHES}
+_rotary_write, _cache_write = torch.ops.autopar.rotary_write.default, torch.ops.autopar.cache_write.default
+_OWN = {_rotary_write: CACHES["rotary_write"], _cache_write: CACHES["cache_write"]}
+_WRITTEN: Mapping[Any, Sequence[int]] = {torch.ops.aten.index_copy.default: (0,), **_OWN}
 """Operators that write into a copy of what they are given at these places."""
 
 
@@ -107,10 +108,13 @@ class _InPlace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index_copy.default and id(args[0]) in self._ids:
             return torch.ops.aten.index_copy_.default(*args, **(kwargs or {}))
-        if func is _rotary_write:
-            caches = [args[place] for place in CACHES if place < len(args) and args[place] is not None]
+        if func in _OWN:
+            caches = [args[place] for place in _OWN[func] if place < len(args) and args[place] is not None]
             if all(id(each) in self._ids for each in caches):
-                return [torch.ops.autopar.rotary_write_.default(*args, **(kwargs or {})), *caches]
+                if func is _rotary_write:
+                    return [torch.ops.autopar.rotary_write_.default(*args, **(kwargs or {})), *caches]
+                torch.ops.autopar.cache_write_.default(*args, **(kwargs or {}))
+                return caches
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,7 @@ gives is the same. Whose states these are, `repeats.py` knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,20 @@ class _Aten(_Namespace):
 
 class _Operators(_Namespace):
     def rotary_write(self, *given: Any, **options: Any) -> list[Tensor]:
-        caches = [given[place] for place in CACHES if place < len(given) and given[place] is not None]
-        if not options.keys() - {"storage"} and all(id(each) in self._written for each in caches):
-            return [torch.ops.autopar.rotary_write_.default(*given, **options), *caches]
-        return operators.rotary_write(*given, **options)
+        caches = self._caches("rotary_write", given, options)
+        if caches is None:
+            return operators.rotary_write(*given, **options)
+        return [torch.ops.autopar.rotary_write_.default(*given, **options), *caches]
+
+    def cache_write(self, *given: Any, **options: Any) -> list[Tensor]:
+        caches = self._caches("cache_write", given, options)
+        if caches is None:
+            return operators.cache_write(*given, **options)
+        torch.ops.autopar.cache_write_.default(*given, **options)
+        return caches
+
+    def _caches(self, name: str, given: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor] | None:
+        """The caches of a call, where all of them may be written where they are."""
+        found = [given[place] for place in CACHES[name] if place < len(given) and given[place] is not None]
+        is_said = any(isinstance(each, Tensor) for each in options.values())
+        return None if is_said or not all(id(each) in self._written for each in found) else found

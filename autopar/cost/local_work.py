@@ -47,8 +47,8 @@ def local_work(
     moved = _moved_bytes(call, rule, strategy, sizes)
     if in_place and call.name in _WRITES:
         moved = 2.0 * _bytes_of(call.operands, strategy.operands, sizes)[-1]
-    if in_place and call.name == "autopar.rotary_write.default":
-        moved = _token_bytes(call, strategy, sizes)
+    if in_place and name in CACHES:
+        moved = _token_bytes(call, strategy, sizes, CACHES[name])
     kind = _CLASSES.get(rule.op_class, rule.op_class)
     if kind == "attention":
         kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
@@ -84,13 +84,17 @@ def _moved_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
     return sum(written) + sum(read)
 
 
-def _token_bytes(call: OpCall, strategy: NodeStrategy, sizes: Sequence[int]) -> float:
-    """Of a token that is rotated and written where its caches lie: these are not read, and written at its positions."""
+def _token_bytes(call: OpCall, strategy: NodeStrategy, sizes: Sequence[int], caches: Sequence[int]) -> float:
+    """Of a token that is written where its caches lie: these are not read, and written at its positions.
+
+    caches: which operands are. What else it gives are the token's queries.
+    """
     given = _bytes_of(call.operands, strategy.operands, sizes)
-    share = call.operands[0].shape[2] / call.operands[5].shape[2]
-    written = sum(size * share for place, size in enumerate(given) if place in CACHES)
-    read = sum(size for place, size in enumerate(given) if place not in CACHES)
-    return read + written + _bytes_of(call.results, strategy.results, sizes)[0]
+    share = call.operands[0].shape[2] / call.operands[caches[0]].shape[2]
+    written = sum(size * share for place, size in enumerate(given) if place in caches)
+    read = sum(size for place, size in enumerate(given) if place not in caches)
+    results = _bytes_of(call.results, strategy.results, sizes)
+    return read + written + sum(results[: len(results) - sum(place in caches for place in range(len(given)))])
 
 
 def _bytes_of(specs: Sequence[object], layouts: Sequence[object], sizes: Sequence[int]) -> list[float]:

@@ -20,7 +20,9 @@ from autopar.cost.roofline import Work
 from autopar.ir.region import Region
 
 _ATTENTION = "autopar.attention.default"
-_WRITES = (torch.ops.aten.index_copy.default, torch.ops.autopar.rotary_write.default)
+_WRITES = (
+    torch.ops.aten.index_copy.default, torch.ops.autopar.rotary_write.default, torch.ops.autopar.cache_write.default
+)  # fmt: skip
 
 
 def prompt_seconds(region: Region, work: Callable[[str], Work], time_of: Callable[[Work], float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -144,13 +144,14 @@ def is_view(node: fx.Node) -> bool:
     return _base_name(node) in _VIEWS or "getitem" in name_of(node.target)
 
 
-CACHES = (5, 6, 8, 9)
-"""The operands of `autopar.rotary_write` that are caches: of keys, of values, and their scales."""
+CACHES: Mapping[str, tuple[int, ...]] = {"rotary_write": (5, 6, 8, 9), "cache_write": (2, 3, 5, 6)}
+"""The operands of what writes a token into caches that are caches: of keys, of values, and their scales."""
 
 
 def caches_of(node: fx.Node) -> list[fx.Node]:
-    """The caches that `autopar.rotary_write` writes into."""
-    given = [node.args[place] for place in CACHES if place < len(node.args)]
+    """The caches that a node writes into, where it is one of autopar's operators that do."""
+    places = CACHES.get(name_of(node.target).removeprefix("autopar.").removesuffix(".default"), ())
+    given = [node.args[place] for place in places if place < len(node.args)]
     return [each for each in given if isinstance(each, fx.Node)]
 
 

@@ -17,6 +17,7 @@ _ops: Any = torch.ops.autopar
 attention = _ops.attention.default
 attention_backward = _ops.attention_backward.default
 attention_backward_bias = _ops.attention_backward_bias.default
+cache_write = _ops.cache_write.default
 cross_entropy_grad = _ops.cross_entropy_grad.default
 experts = _ops.experts.default
 experts_grad = _ops.experts_grad.default

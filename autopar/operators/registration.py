@@ -44,7 +44,14 @@ from autopar.operators.random_numbers import random
 from autopar.operators.recurrent import lstm, lstm_grad, rnn, rnn_grad
 from autopar.operators.rms_norm import fake_rms_norm, fake_rms_norm_backward, rms_norm, rms_norm_backward
 from autopar.operators.rotary import rotary, rotary_backward
-from autopar.operators.rotary_write import fake_rotary_write, rotary_write, rotary_write_
+from autopar.operators.rotary_write import (
+    cache_write,
+    cache_write_,
+    fake_cache_write,
+    fake_rotary_write,
+    rotary_write,
+    rotary_write_,
+)
 from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
 
 _LIBRARY = Library("autopar", "DEF")
@@ -318,18 +325,25 @@ _register(
     rotary_backward,
     lambda g, cos, sin: torch.empty_like(g),
 )
-_TOKEN = "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin"
+_CACHES = "Tensor{} keys, Tensor{} values, Tensor at, Tensor{}? key_scales=None, Tensor{}? value_scales=None"
+_NEW = _CACHES.format("", "", "", "")
+_IN_PLACE = _CACHES.format("(a!)", "(b!)", "(c!)", "(d!)")
+_STORED = '*, str storage="", '
+_TURNED = "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin"
+_HOW = "bool interleaved=False, bool half_tables=False, bool in_float32=False"
+_register(f"rotary_write({_TURNED}, {_NEW}, {_STORED}{_HOW}) -> Tensor[]", rotary_write, fake_rotary_write)
 _register(
-    f"rotary_write({_TOKEN}, Tensor keys, Tensor values, Tensor at, Tensor? key_scales=None, "
-    'Tensor? value_scales=None, *, str storage="") -> Tensor[]',
-    rotary_write,
-    fake_rotary_write,
-)
-_register(
-    f"rotary_write_({_TOKEN}, Tensor(a!) keys, Tensor(b!) values, Tensor at, Tensor(c!)? key_scales=None, "
-    'Tensor(d!)? value_scales=None, *, str storage="") -> Tensor',
+    f"rotary_write_({_TURNED}, {_IN_PLACE}, {_STORED}{_HOW}) -> Tensor",
     rotary_write_,
     lambda q, *_, **__: torch.empty_like(q),
+)
+_register(
+    f"cache_write(Tensor k, Tensor v, {_NEW}, {_STORED}int? start=None) -> Tensor[]", cache_write, fake_cache_write
+)
+_register(
+    f"cache_write_(Tensor k, Tensor v, {_IN_PLACE}, {_STORED}int? start=None) -> ()",
+    cache_write_,
+    lambda *_, **__: None,
 )
 _register(
     "own_gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] saved, str function) -> Tensor[]",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 from torch import fx
 
 from autopar.base.errors import AutoparError
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys
-from autopar.ir.graphs import operands_of
+from autopar.ir.graphs import caches_of, operands_of
 from autopar.ir.op_call import name_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
@@ -24,6 +25,8 @@ def factor_of_pieces(node: fx.Node) -> str | None:
     name = name_of(node.target)
     if name.startswith("autopar.attention_pieces"):
         return "p"
+    if caches_of(node):
+        return "t" if node.kwargs.get("start") is not None else None
     return f"d{node.args[1]}" if name.startswith("autopar.write_piece") else None
 
 
@@ -52,6 +55,10 @@ def _in_pieces(region: Region) -> Iterator[tuple[fx.Node, int]]:
         if factor_of_pieces(node) == "p":
             scales = [node.kwargs[name] for name in ("key_scales", "value_scales") if node.kwargs.get(name) is not None]
             yield from ((each, _KEYS) for each in (*operands_of(node)[1:3], *scales))
+        elif caches_of(node) and factor_of_pieces(node) is not None:
+            own = caches_of(node)
+            behind = [user for user in node.users if user.target is operator.getitem]
+            yield from ((each, _KEYS) for each in (*own, *behind))
         elif factor_of_pieces(node) is not None:
             dim = node.args[1]
             assert isinstance(dim, int)

@@ -26,6 +26,7 @@ _COUNTED: Mapping[str, Callable[[OpCall], tuple[int | None, int]]] = {
     "autopar.cross_entropy_grad": lambda call: (1, call.operands[1].ndim - 1),
     "autopar.attention_pieces": lambda call: (1, 2),
     "autopar.write_piece": lambda call: (0, call.arg("dim")),
+    "autopar.cache_write": lambda call: (2 if call.arg("start") is not None else None, 2),
     "autopar.whole": lambda call: (0, call.arg("dim")),
     "autopar.moving_average": lambda call: (1, 0),
 }

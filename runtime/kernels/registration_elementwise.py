@@ -13,6 +13,8 @@ _KERNELS = {
     "rotary_backward": rotary.rotary_backward,
     "rotary_write": rotary_write.rotary_write,
     "rotary_write_": rotary_write.rotary_write_,
+    "cache_write": rotary_write.cache_write,
+    "cache_write_": rotary_write.cache_write_,
     "sum_exp": cross_entropy.sum_exp,
     "cross_entropy_grad": cross_entropy.cross_entropy_grad,
 }

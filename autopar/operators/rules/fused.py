@@ -40,18 +40,33 @@ def _rotary_write(call: OpCall) -> Rule:
     """Rows of the batch, and query heads with the key head that they read."""
     heads = "h" if call.operands[0].shape[1] == call.operands[1].shape[1] else "(h r)"
     q, cos = call.operands[0], call.operands[3]
-    wide = "d" if cos.shape[-1] == q.shape[-1] else "w"  # of a head what is rotated
+    wide = "d" if cos.shape[-1] == q.shape[-1] else "w"  # of a head what is rotated, or half of it
     tables = ", ".join(f"b s {wide}" if x.shape[0] == q.shape[0] else f"1 s {wide}" for x in call.operands[3:5])
-    storage, marks = call.arg("storage"), ["d !", "s !", "t !", *(["w !"] if wide == "w" else [])]
-    key, value, scales = "d", "e", ""
-    if storage:
-        scales = ", b h t 1" * 2
-        key, value = ("d", "e") if STORAGES[storage].per_byte == 1 else ("x", "y")
-        marks += ["e !"] if key == "d" else ["e !", "x !", "y !"]
+    caches, scales, marks = _caches(call)
+    marks += ["t !", *(["w !"] if wide == "w" else [])]
     marks += ["r !"] if heads == "(h r)" else []  # keys would be whole, which other ranks' writes know nothing of
-    caches = f"b h t {key}, b h t {value}"
     text = f"b {heads} s d, b h s d, b h s e, {tables}, {caches}, s{scales} -> b {heads} s d, {caches}{scales}"
     return bind(call, f"{text} | {', '.join(marks)}", op_class="gather")
+
+
+@rule("autopar.cache_write.default")
+def _cache_write(call: OpCall) -> Rule:
+    """Rows of the batch, and heads; positions of caches that are pieces."""
+    caches, scales, marks = _caches(call)
+    pieces = () if call.arg("start") is None else ((call.path("start"), "t"),)
+    marks += [] if pieces else ["t !"]
+    text = f"b h s d, b h s e, {caches}, s{scales} -> {caches}{scales} | {', '.join(marks)}"
+    return bind(call, text, op_class="gather", offset_args=pieces)
+
+
+def _caches(call: OpCall) -> tuple[str, str, list[str]]:
+    """The dims of caches and of scales, and what of them is whole."""
+    storage, marks = call.arg("storage"), ["d !", "s !"]
+    if not storage:
+        return "b h t d, b h t e", "", marks
+    is_apart = STORAGES[storage].per_byte == 1
+    caches = "b h t d, b h t e" if is_apart else "b h t x, b h t y"
+    return caches, ", b h t 1" * 2, [*marks, "e !", *([] if is_apart else ["x !", "y !"])]
 
 
 def _rows(ndim: int) -> str:
