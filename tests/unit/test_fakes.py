@@ -73,8 +73,8 @@ CASES: dict[str, tuple[tuple[int, ...], Any, str]] = {
     "rotary_backward": (HEADS, lambda x: (x, *TABLES), "rotary"),
     "rotary_write": (HEADS, written, "rotary_write"),
     "rotary_write_": (HEADS, written, "rotary_write"),
-    "cache_write": (HEADS, lambda x: (x, x + 1, *written(x)[5:]), "rotary_write"),
-    "cache_write_": (HEADS, lambda x: (x, x + 1, *written(x)[5:]), "rotary_write"),
+    "cache_write": (HEADS, lambda x: (x[:, :2], x[:, 2:], *written(x)[5:]), "rotary_write"),
+    "cache_write_": (HEADS, lambda x: (x[:, :2], x[:, 2:], *written(x)[5:]), "rotary_write"),
     "rms_norm": (ROWS, lambda x: (x, WEIGHT, 1e-5), "rms_norm"),
     "rms_norm_backward": (ROWS, lambda x: (x + 1, x, WEIGHT, drawn(*x.shape[:-1])), "rms_norm"),
     "sum_exp": (ROWS, lambda x: (x, x.amax(-1)), "cross_entropy"),
@@ -96,7 +96,7 @@ def called(name: str, layout: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def described(value: Any) -> list[tuple[Any, ...]]:
     values = value if isinstance(value, tuple | list) else (value,)
-    return [(tuple(x.shape), x.dtype, x.stride()) for x in values]
+    return [(tuple(x.shape), x.dtype, x.stride()) for x in values if x is not None]
 
 
 def on_fakes(name: str, given: tuple[Any, ...], options: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.codes import STORAGES
+from autopar.operators.rotary_write import cache_write as plain_write
 from autopar.operators.rotary_write import rotary_write as reference
 from tests.unit.kernels.interpreted import load
 from tests.unit.tiers import mostly_slow
@@ -69,6 +70,75 @@ def test_numbers_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     found = load("rotary_write").rotary_write(**given)
     assert_same(found, reference(**given), exact=dtype == torch.float16)
     assert all(torch.equal(given[key], x) for key, x in before.items())
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "neighbours": {"interleaved": True},
+    "neighbours, half tables": {"interleaved": True, "half_tables": True},
+    "half tables": {"half_tables": True},
+    "half tables in float32": {"half_tables": True, "in_float32": True},
+    "neighbours in float32": {"interleaved": True, "in_float32": True},
+}
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, how: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """By pairs of columns, as models write it; products in this type."""
+    pairs = cos.shape[-1] if how.get("half_tables") else cos.shape[-1] // 2
+    y = x.clone()
+    for pair in range(pairs):
+        own = (2 * pair, 2 * pair + 1) if how.get("interleaved") else (pair, pair + pairs)
+        a, b = (x[..., column].to(dtype) for column in own)
+        for column, first, second in ((own[0], a, -b), (own[1], b, a)):
+            place = pair if how.get("half_tables") else column
+            along, across = (table[:, None, :, place].to(dtype) for table in (cos, sin))
+            y[..., column] = (first * along + second * across).to(x.dtype)
+    return y
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize(
+    ("call", "dtype"), [("several", torch.float32), ("a part", torch.float16)], ids=["float32", "float16"]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_rotate(way: str, call: str, dtype: torch.dtype) -> None:
+    """Breaks if a pair is of other columns, takes another pair's table, or is rounded elsewhere; by sums of products
+    that are written out here.
+    """
+    how = WAYS[way]
+    given = token(dtype, **CALLS[call])
+    names = ("cos", "sin")
+    if how.get("half_tables"):
+        given |= {name: given[name][..., ::2].contiguous() for name in names}
+    if how.get("in_float32") and "half" in way:
+        given |= {name: given[name].float() * 1.001 for name in names}
+    computed = torch.float32 if how.get("in_float32") else dtype
+    q, k = (rotated(given[name], given["cos"], given["sin"], how, computed) for name in ("q", "k"))
+    wanted = [q, given["keys"].index_copy(2, given["at"], k), given["values"].index_copy(2, given["at"], given["v"])]
+    is_half = dtype == torch.float16
+    assert_same(load("rotary_write").rotary_write(**given, **how), wanted, exact=is_half)
+    assert_same(reference(**given, **how), wanted, exact=is_half)
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize(("start", "storage"), [(None, ""), (4, "int4"), (9, "")])
+def test_what_is_not_rotated(start: int | None, storage: str) -> None:
+    """Breaks if keys are turned, a piece of a cache gets positions of another, or its own are left out."""
+    given = token(torch.float16, storage, new=3, at=(7, 0, 4))
+    for name in ("q", "cos", "sin"):
+        del given[name]
+    named = ("keys", "values", "key_scales", "value_scales")
+    codes = (STORAGES[storage].encode(given[name]) for name in ("k", "v")) if storage else ()
+    new = [x for pair in zip(*codes, strict=True) for x in pair] if storage else [given["k"], given["v"]]
+    wanted = [given[name].clone() for name in named if name in given]
+    for cache, own in zip(wanted, new, strict=True):
+        for number, place in enumerate(given["at"].tolist()):
+            if 0 <= place - (start or 0) < cache.shape[2]:
+                cache[:, :, place - (start or 0)] = own[:, :, number]
+    module = load("rotary_write")
+    assert_same(module.cache_write(**given, start=start), wanted, exact=True)
+    assert_same(plain_write(**given, start=start), wanted, exact=True)
+    module.cache_write_(**given, start=start)
+    assert_same([given[name] for name in named if name in given], wanted, exact=True)
 
 
 @pytest.mark.moderate

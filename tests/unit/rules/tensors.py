@@ -150,6 +150,11 @@ TOKENS = [
     token("", r(4, 4, 2, 8), r(4, 4, 2, 8), r(4, 4, 2, 6), 4, [5, 2]), token("", Q[:, :, :1], r(4, 2, 1, 8), r(4, 2, 1, 8), 1, [3]),
     token("int8", Q[:, :, :2], r(4, 2, 2, 8), r(4, 2, 2, 6), 4, [0, 7]), token("int4", Q[:, :, :1], r(4, 4, 1, 8), r(4, 4, 1, 6), 1, [6]),
     token("", Q[:, :, :2], r(4, 2, 2, 8), r(4, 2, 2, 6), 4, [3, 1], 6),
+    (*token("", Q[:, :, :2], r(4, 2, 2, 8), r(4, 2, 2, 6), 4, [3, 1], 2), {"interleaved": True, "half_tables": True}),
+]  # fmt: skip
+WRITES: list[tuple[Any, ...]] = [
+    (*given[1:3], *given[5:-1], {**given[-1], **pieces}) if isinstance(given[-1], dict) else (*given[1:3], *given[5:], pieces)
+    for given in TOKENS[:4] for pieces in ({}, {"start": 0})
 ]  # fmt: skip
 BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]
 LABELS = i(8, 4, 6)

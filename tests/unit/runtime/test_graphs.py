@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.base.codes import STORAGES
-from autopar.operators import rotary_write
+from autopar.operators import cache_write, rotary_write
 from autopar.runtime.graphs import Graph, StateUses
 from tests.dist.repeats import on_the_same_memory
 
@@ -102,8 +102,9 @@ class _Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("turns", [True, False])
 @pytest.mark.parametrize("storage", ["", "int4"])
-def test_a_token_is_written_where_its_cache_lies(storage: str) -> None:
+def test_a_token_is_written_where_its_cache_lies(storage: str, turns: bool) -> None:
     """Breaks if caches that are written with a rotary embedding are copied, or one is written in place of another."""
     torch.manual_seed(0)
     parts = {"q": (2, 4), "k": (2, 2), "v": (2, 2)}
@@ -121,17 +122,20 @@ def test_a_token_is_written_where_its_cache_lies(storage: str) -> None:
         scales = [given[name] for name in names[2:]]
         caches = (given["keys"], given["values"], given["at"], *scales)
         tables = (given["cos"], given["sin"])
+        if not turns:
+            return list(cache_write(given["k"], given["v"], *caches, storage=storage))
         return list(rotary_write(given["q"], given["k"], given["v"], *tables, *caches, storage=storage))
 
     inputs["at"] = torch.tensor([0])
     with StateUses(states) as uses:
         program({**inputs, **states})
     assert uses.only_written() == set(names)
-    places = {name: place + 1 for place, name in enumerate(names)}
+    places = {name: place + turns for place, name in enumerate(names)}
     graph = Graph(program, {**inputs, **states}, places, uses.only_written(), [], on_the_same_memory)
     with _Called() as called:
         graph({**inputs, **states})
-    assert "autopar.rotary_write_.default" in called.names and "autopar.rotary_write.default" not in called.names
+    name = "rotary_write" if turns else "cache_write"
+    assert f"autopar.{name}_.default" in called.names and f"autopar.{name}.default" not in called.names
     memory = {name: graph.memory[name].data_ptr() for name in names}
     for at in range(3):
         own = {**inputs, "at": torch.tensor([at]), **states}

@@ -92,8 +92,8 @@ def test_what_an_edited_text_copies_is_handed_out() -> None:
     assert values[1].any() and not given["second"].any()
 
 
-@pytest.mark.parametrize("storage", ["", "int8"])
-def test_a_token_and_its_rotary_embedding_are_written_where_they_lie(storage: str) -> None:
+@pytest.mark.parametrize(("storage", "turns"), [("", True), ("int8", True), ("int8", False)])
+def test_a_token_and_its_rotary_embedding_are_written_where_they_lie(storage: str, turns: bool) -> None:
     """Breaks if caches or scales of codes are copied, or one of them is given for another."""
     torch.manual_seed(0)
     given = {name: torch.randn(2, heads, 1, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
@@ -106,13 +106,15 @@ def test_a_token_and_its_rotary_embedding_are_written_where_they_lie(storage: st
         caches |= {f"{name}_scales": scales for name, (_, scales) in coded.items()}
         order += ', i["keys_scales"], i["values_scales"]'
     text = TOKEN.replace("*CACHES", order).replace("STORAGE", repr(storage))
+    if not turns:
+        text = text.replace("rotary_write", "cache_write").replace('i["q"], ', "").replace('i["cos"], i["sin"], ', "")
     given |= {**caches, "at": torch.tensor([3])}
     comm: Any = RecordingComm(("dp",), (1,), 0, "cpu")
     program = load_program(text, "a test")
     want = program.forward(comm, {}, {}, {name: x.clone() for name, x in given.items()}, torch.tensor(0))[0]
     found = InPlace(program)(comm, {}, given, 0, list(caches))
     assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
-    assert [id(each) for each in found[1:]] == [id(x) for x in caches.values()]
+    assert [id(each) for each in found[turns:]] == [id(x) for x in caches.values()]
 
 
 class _Call:
