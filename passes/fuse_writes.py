@@ -100,22 +100,22 @@ def _rewrite(region: Region, ranks: int) -> Region:
 
 def _match(graph: fx.Graph, at: Any, ranks: int) -> tuple[_Put, _Put, _Turned | None] | None:
     """Keys and values that are written at these positions, and queries and keys as they are rotated, where one operator
-    does that, too; None where it is anything else, or where as many ranks as may share the heads cannot have equally
-    many of keys: they would split queries alone.
+    does that, too: not where as many ranks as may share the heads cannot have equally many of keys, as they would split
+    queries alone. None where it is anything else.
     """
     writes = [node for node in graph.nodes if _is_write(node) and node.args[2] is at]
     puts = list(_puts(writes))
     if len(puts) != 2 or len({write.target for write in writes}) != 1:
         return None
     rows, whole = Rows(), writes[0].target is _aten.index_copy.default
-    turned = [(put, each) for put in puts if whole and (each := _turned(graph, put, rows)) is not None]
+    divides = all(len(shape_of(put.source)) == 4 and shape_of(put.source)[1] % ranks == 0 for put in puts)
+    turned = [(put, each) for put in puts if whole and divides and (each := _turned(graph, put, rows)) is not None]
     keys = turned[0][0] if len(turned) == 1 else puts[0]
     (values,) = (put for put in puts if put is not keys)
     own, others = shape_of(keys.source), shape_of(values.source)
     fits = (
         len(own) == len(others) == 4
         and own[_LENGTH] <= FEW_QUERIES
-        and own[1] % ranks == 0
         and own[:3] == others[:3]
         and values.storage == keys.storage
         and dtype_of(keys.source) == dtype_of(values.source)

@@ -22,8 +22,8 @@ PRODUCTS = ("matmul", "convolution", "attention", "attention_backward")
 
 FUSED_KERNELS = ("rms_norm", "rotary", "stored_attention", "rotary_write", "experts")
 """What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out, attention of a few queries
-to keys and values that are stored as codes, a token's rotary embedding with what it writes into a cache, grouped
-products of experts.
+to keys and values that are stored as codes, a token's rotary embedding with what it writes into a cache, or that alone,
+grouped products of experts.
 """
 
 

@@ -178,14 +178,15 @@ def test_ways_to_rotate(way: str, wide: int) -> None:
         {"way": "another type", "dtype": torch.bfloat16},
         {"other": "other tables"},
         {"other": "other tables", "storage": "int8"},
+        {"sizes": {"tp": 4}},
         {"other": "keys are read before"},
         {"other": "another rest", "wide": 4},
     ],
     ids=str,
 )
 def test_what_is_written_as_it_is(said: dict[str, Any]) -> None:
-    """Breaks if what is rotated in another way, or read elsewhere, is rotated by the operator, or what is not rotated
-    is written by two.
+    """Breaks if what is rotated in another way, or read elsewhere, is rotated by the operator, queries cannot be split
+    by heads for the sake of keys that are too few, or what is not rotated is written by two.
     """
     before, after, inputs = _traced(**{"storage": "", **said})
     names = _operators(after)
@@ -213,16 +214,13 @@ def test_pieces_of_a_cache(way: str) -> None:
     [
         {"new": 17},
         {"hardware": "cpu"},
-        {"sizes": {"tp": 4}},
         {"other": "other positions"},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("storage", ["", "int8"])
 def test_what_stays(storage: str, said: dict[str, Any]) -> None:
-    """Breaks if a prompt's cache is written so, heads of keys cannot be split that could be repeated, or what differs
-    between keys, queries and values is overlooked.
-    """
+    """Breaks if a prompt's cache is written so, or values at other positions than keys."""
     before, after, _ = _traced(storage, **said)
     assert _operators(before) == _operators(after)
 
