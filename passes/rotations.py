@@ -158,8 +158,7 @@ class Rows:
         """The first node that has these rows. like: of its shape and type."""
         for node, known in self._known.items():
             fits = like is None or (shape_of(node) == shape_of(like) and dtype_of(node) == dtype_of(like))
-            uncast = dtype_of(node) == dtype_of(row[0].source)
-            if fits and uncast and known.ndim == 1 and len(known) == len(row) and known.tolist() == list(row):
+            if fits and known.ndim == 1 and len(known) == len(row) and known.tolist() == list(row):
                 return node
         return None
 

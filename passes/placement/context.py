@@ -10,7 +10,7 @@ from torch import fx
 from autopar.base.errors import AutoparError
 from autopar.cost.fusion import hands_on
 from autopar.cost.rings import ring_axis
-from autopar.ir.graphs import is_attention, operands_of
+from autopar.ir.graphs import caches_of, is_attention, operands_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.machine.mesh import Mesh
@@ -25,7 +25,7 @@ def values_of_attention(region: Region) -> frozenset[str]:
         if is_of_pieces(node):
             near |= {node, operands_of(node)[0]}
         elif factor_of_pieces(node) is not None:  # what is written into a cache
-            near.add(operands_of(node)[-1])
+            near |= set(operands_of(node)[:2] if caches_of(node) else operands_of(node)[-1:])
         elif is_attention(node):
             near |= {node, *operands_of(node)}
         elif hands_on(region, node) and any(source in near and _given(region, source) for source in operands_of(node)):

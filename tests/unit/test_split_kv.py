@@ -142,7 +142,7 @@ def test_each_rank_keeps_its_piece() -> None:
     for phase in plan:
         lie = {each.name: each.sharding for each in phase.interface.inputs if each.name in phase.program.states}
         assert [lie[f"past_key_values.{i}"] for i in (0, 1, 3, 4)] == [(Shard(2),)] * 4
-        assert "ops.write_piece" in phase.source and 'start=comm.index("cp") * 4' in phase.source
+        assert "ops.cache_write" in phase.source and 'start=comm.index("cp") * 4' in phase.source
     assert plan.verify().ok
 
 

@@ -58,7 +58,7 @@ class _Token(nn.Module):
         if self.way == "nothing":
             return x
         heads, wide = 2 if self.way == "positions first" else 1, cos.shape[-1]
-        x = x.transpose(1, 2) if heads == 2 else x
+        x = x.transpose(1, 2) if heads == 2 else x.half().to(x.dtype) if self.way == "rounded before" else x
         x, rest = x[..., :wide], x[..., : SIZE - wide] if self.other == "another rest" else x[..., wide:]
         y = WAYS[self.way](x, cos.unsqueeze(heads), sin.unsqueeze(heads))
         y = torch.cat([y, rest], -1) if rest.shape[-1] else y
@@ -90,6 +90,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "repeated": _repeated,
     "half tables": _halves_of_tables,
     "positions first": _halves,
+    "rounded before": _halves,
     "tables of float32": lambda x, cos, sin: _halves(x, cos.float(), sin.float()).to(x.dtype),
     "in float32": lambda x, cos, sin: _neighbours(x.float(), cos, sin).to(x.dtype),
     "backwards": lambda x, cos, sin: x * cos + torch.cat([x[..., SIZE // 2 :], -x[..., : SIZE // 2]], -1) * sin,
@@ -97,7 +98,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 SAID: dict[str, dict[str, bool]] = {
     "halves": {}, "neighbours": {"interleaved": True}, "repeated": {"interleaved": True, "half_tables": True},
-    "half tables": {"half_tables": True}, "positions first": {},
+    "half tables": {"half_tables": True}, "positions first": {}, "rounded before": {},
     "tables of float32": {"in_float32": True}, "in float32": {"interleaved": True, "in_float32": True},
 }  # fmt: skip
 
@@ -160,7 +161,8 @@ def test_ways_to_rotate(way: str, wide: int) -> None:
     """Breaks if neighbours are taken for halves, a table for one of twice its width, or what is rounded once is rounded
     several times.
     """
-    before, after, inputs = _traced("", way=way, wide=wide, dtype=torch.bfloat16)
+    dtype = torch.float32 if way == "rounded before" else torch.bfloat16
+    before, after, inputs = _traced("", way=way, wide=wide, dtype=dtype)
     names = [name for name in _operators(after) if "autopar" in name]
     assert names == ["autopar.rotary_write", "autopar.attention"]
     (node,) = (n for r in after.regions for n in r.graph.nodes if format_target(n) == "autopar.rotary_write")
