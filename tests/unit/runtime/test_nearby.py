@@ -73,7 +73,6 @@ def test_a_rank_writes_although_its_reader_has_not_come() -> None:
 )
 def test_a_neighbour_that_does_something_else_is_told(other: Callable[[Nearby, Tensor], Any], said: str) -> None:
     """Breaks if a rank takes what was sent for something else, or waits for one that is gone."""
-
     patience_s = 0.05 if said.startswith("timed out") else 10.0
 
     def act(nearby: Nearby, rank: int) -> str:
