@@ -306,6 +306,7 @@ def config_with(tmp_path: Path, **changes: Any) -> str:
         ({"num_labels": 10**12}, "The configuration's num_labels does not serve"),
         ({"depths": [600, 600]}, "The configuration's depths does not serve"),
         ({"vocab_size": float("inf")}, "The configuration's vocab_size does not serve"),
+        ({"n_ctx": {"__float__": "Infinity"}}, "The configuration's n_ctx.__float__ does not serve"),
         ({"architectures": ["pipeline"]}, "has no model class 'pipeline'"),
         ({"architectures": ["Trainer"]}, "has no model class 'Trainer'"),
         ({"architectures": ["GPT2Config"]}, "has no model class 'GPT2Config'"),
@@ -320,6 +321,17 @@ def config_with(tmp_path: Path, **changes: Any) -> str:
 def test_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     """Breaks if a configuration is a traceback, calls a function of transformers, fetches code, or never ends."""
     assert message in error_of(catalogue.load, config_with(tmp_path, **changes), batch=(2, 8))
+
+
+def test_limits_that_are_none_are_read() -> None:
+    """Breaks if what transformers writes for an infinite limit (Mamba 2, Falcon-H1) is no number, or anything else is
+    read as one.
+    """
+    from autopar.base.huggingface import configuration
+
+    none, other = {"__float__": "Infinity"}, {"__float__": "1"}
+    found = configuration.with_limits({"text": {"time_step_limit": [0.0, none]}, "a_limit": other, "x": none})
+    assert found == {"text": {"time_step_limit": [0.0, float("inf")]}, "a_limit": other, "x": none}
 
 
 def test_a_configuration_without_heads(tmp_path: Path) -> None:

@@ -25,6 +25,29 @@ _SHAPED = re.compile(r"size|dim|bins|types|position|window|norm|eps|id\b|interva
 _KERNELS = re.compile(r"attn_implementation|experts_implementation|kernel_config|auto_map|quantization_config")
 
 
+_NO_NUMBER = "__float__"
+"""Of an object that stands for a number that JSON has no word for: {"__float__": "Infinity"}."""
+_UNBOUND = {"Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def with_limits(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, with limits that are none (`time_step_limit`) as infinities; transformers writes objects for these."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, list):
+            return [read(each) for each in value]
+        return _UNBOUND.get(value[_NO_NUMBER], value) if _is_no_number(value) else value
+
+    return {
+        name: read(value) if "limit" in name else with_limits(value) if isinstance(value, Mapping) else value
+        for name, value in fields.items()
+    }
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {_NO_NUMBER} and isinstance(value[_NO_NUMBER], str)
+
+
 def check(fields: Mapping[str, Any]) -> None:
     """Nothing for a configuration that can be handed on.
 
@@ -41,6 +64,8 @@ def check(fields: Mapping[str, Any]) -> None:
         last = name.rpartition(".")[2]
         if _KERNELS.search(name) and isinstance(value, str) and "/" in value:
             raise _refusal(name, f"{value[:80]!r} names code from elsewhere")
+        if last == _NO_NUMBER and "limit" not in name.removesuffix(f".{last}").rpartition(".")[2]:
+            raise _refusal(name, f"{str(value)[:20]} is no number that a model has")
         if isinstance(value, float) and not math.isfinite(value):
             raise _refusal(name, f"{value} is no number that a model has")
         if isinstance(value, int | float) and not isinstance(value, bool):

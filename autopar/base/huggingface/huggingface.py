@@ -197,7 +197,7 @@ def _read_config(transformers: Any, config: dict[str, Any] | str) -> Any:
         )
     configuration.check(config)
     try:
-        return transformers.AutoConfig.for_model(**config)
+        return transformers.AutoConfig.for_model(**configuration.with_limits(config))
     except Exception as error:  # of checks of its own, which are of many kinds
         raise AutoparError(
             f"transformers refuses the configuration: {str(error)[:300]}", remedy="Check its fields"
