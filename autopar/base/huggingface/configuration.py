@@ -31,7 +31,7 @@ _UNBOUND = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def with_limits(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, with limits that are none (`time_step_limit`) as infinities; transformers writes objects for these."""
+    """The fields; limits that are none (`time_step_limit`), which transformers writes as objects, are infinities."""
 
     def read(value: Any) -> Any:
         if isinstance(value, list):
