@@ -124,6 +124,8 @@ def page(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Mapping[str, An
     """How many architectures are in which state, and each of them."""
     states = {each["model_type"]: state(each.get("counts")) for each in rows}
     earlier = {name: state(before[name].get("counts")) for name in states if name in before}
+    left_out = Counter(state(each.get("counts")) for name, each in before.items() if name not in states)
+    not_asked = "".join(f" {number} that were {name} before were not asked again." for name, number in left_out.items())
     now, then = Counter(states.values()), Counter(earlier.values())
     heading = ("a token's keys and values", *(["before"] if before else []), "now")
     table = [(text, *([then[name]] if before else []), now[name]) for name, text in STATES.items()]
@@ -139,7 +141,7 @@ def page(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Mapping[str, An
     return (
         f"# A token's rotation and writes by one kernel\n\n{pages.machine()}. {len(rows)} causal architectures of "
         f"transformers in tiny form, {dtype}, one token of two sequences, traced for two H100 under `tensor` "
-        "(`benchmarks/coverage/token_kernels.py`); nothing was run. Numbers are of calls in the program.\n\n"
+        f"(`benchmarks/coverage/token_kernels.py`); nothing was run. Numbers are of calls in it.{not_asked}\n\n"
         f"{pages.table(heading, table)}\n\n{pages.table(columns, lines)}\n"
     )
 
