@@ -8,6 +8,7 @@ Every step is exact for *any* price on memory, because a choice only goes, or is
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
 
     rounds: how often at most. thorough: look for dominated choices among all, not among a few.
     """
-    domains = _consistent(graph)
+    domains = consistent(graph.costs, graph.edges)
     if domains.empty is not None:
         return domains
     graph = tidy(restrict(graph, domains.alive, tidied=True))
@@ -35,7 +36,7 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
         before = (sum(graph.num_choices), len(graph.edges))
         merged = merge_ties(graph)
         graph = tidy(merged, since=graph)
-        domains = _consistent(graph)
+        domains = consistent(graph.costs, graph.edges)
         if domains.empty is not None:
             return domains
         graph = tidy(restrict(graph, domains.alive, tidied=True), since=graph)
@@ -44,18 +45,18 @@ def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) 
         after = (sum(graph.num_choices), len(graph.edges))
         if all(new >= WORTH_REPEATING * old for new, old in zip(after, before, strict=True)):
             break
-    domains = _consistent(graph)
+    domains = consistent(graph.costs, graph.edges)
     return domains if domains.empty is not None else tidy(restrict(graph, domains.alive, tidied=True), since=graph)
 
 
-def _consistent(graph: Graph) -> Domains:
+def consistent(costs: Sequence[FloatArray], edges: Sequence[Edge]) -> Domains:
     """What edges leave of the choices that cost anything finite; of long graphs without a trail."""
-    alive = [np.isfinite(costs) for costs in graph.costs]
-    if not is_long(len(graph.edges)):
-        return propagate(alive, graph.edges)
+    alive = [np.isfinite(each) for each in costs]
+    if not is_long(len(edges)):
+        return propagate(alive, edges)
     from autopar.solver import compiled_presolve  # it loads numba
 
-    return Domains(*compiled_presolve.propagate(alive, graph.edges))
+    return Domains(*compiled_presolve.propagate(alive, edges))
 
 
 def merge_ties(graph: Graph) -> Graph:

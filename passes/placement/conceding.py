@@ -14,6 +14,7 @@ other, and what came of one tells of the others (`ir.placement.Learnt`):
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from autopar.passes.placement.context import values_of_attention
 from autopar.passes.placement.gathers import Blocked, blocked_operators, notes_of
 from autopar.passes.placement.least import LEAST, Least
 from autopar.passes.placement.problem import PlacementProblem, build_problem
-from autopar.passes.placement.unsplit import Unsplit, notes_of_unsplit, unsplit_weights
+from autopar.passes.placement.unsplit import Unsplit, notes_of_unsplit, tensor_axes, unsplit_weights
 from autopar.passes.placement.variants import Variants
 from autopar.solver.consistency import Domains, needed, propagate
 from autopar.strategies.axis import AxisStrategy
@@ -54,15 +55,28 @@ def concessions(
     notes = notes_of(blocked)
     if blocked:
         yield Conceded(at, (), notes)
-    unsplit = unsplit_weights(variants, blocked, reasons) if excused is None else excused
-    whole = tuple((each.name, each.axis) for each in unsplit)
-    notes = (*notes, *notes_of_unsplit(program, unsplit))
+    # Of those that split matrices over one axis it is told by neighbours first, and sought where that is too little.
+    quick = excused is None and len(tensor_axes(program, strategies)) == 1
+    unsplit = unsplit_weights(variants, blocked, reasons, not quick) if excused is None else excused
     if unsplit:
-        yield Conceded(at, whole, notes)
+        yield _staying(program, at, notes, unsplit)
+    if quick and (proven := unsplit_weights(variants, blocked, reasons)) != unsplit:
+        unsplit = proven
+        if unsplit:
+            yield _staying(program, at, notes, unsplit)
+    last = _staying(program, at, notes, unsplit)
     if blocked:
-        yield Conceded(_around(program, blocked), whole, notes)
+        yield replace(last, gathered=_around(program, blocked))
     elif needs_more and not unsplit:
         yield Conceded()  # what is in the way is said of it
+
+
+def _staying(
+    program: Program, at: tuple[tuple[str, str], ...], notes: tuple[str, ...], unsplit: Sequence[Unsplit]
+) -> Conceded:
+    """Operands of operators gathered, of which notes tell, and matrices whole."""
+    whole = tuple((each.name, each.axis) for each in unsplit)
+    return Conceded(at, whole, (*notes, *notes_of_unsplit(program, unsplit)))
 
 
 def _is_forbidden(variants: Variants, learnt: Learnt) -> bool:

@@ -11,7 +11,7 @@ elements of each that stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,8 +22,10 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Shard
 from autopar.passes.codes import part_of_weight
 from autopar.passes.placement.gathers import WHOLE, Blocked, line_of, operator_text
+from autopar.passes.placement.parts import Slot
 from autopar.passes.placement.problem import PlacementProblem
 from autopar.passes.placement.variants import Variants
+from autopar.solver.presolve import consistent
 from autopar.solver.problem import AssignmentProblem, Edge
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
@@ -58,11 +60,15 @@ class Unsplit:
         return f"{between} allows no split of it over {over}"
 
 
-def unsplit_weights(variants: Variants, gathered: Sequence[Blocked] = (), reasons: bool = True) -> tuple[Unsplit, ...]:
+def unsplit_weights(
+    variants: Variants, gathered: Sequence[Blocked] = (), reasons: bool = True, proven: bool = True
+) -> tuple[Unsplit, ...]:
     """The matrices that must stay whole for any placement of an annotated program to be, memory aside: as few elements
     as can be. None where nothing is in the way, or more than this.
 
-    gathered: as of `place`. reasons: work out what blocks each.
+    gathered: as of `place`. reasons: work out what blocks each. proven: False where one axis splits matrices, for those
+    that have to as far as what neighbours forbid each other tells: they are the same where there is a placement with
+    no others whole, as there is none with fewer.
 
     Raises:
         AutoparError: the model has repeated blocks, and nothing of what is asked could be split.
@@ -77,12 +83,29 @@ def unsplit_weights(variants: Variants, gathered: Sequence[Blocked] = (), reason
     costs = {
         slot.node: np.array([len(unmet) * sizes[root] / most for unmet in slot.unmet]) for root, slot in asked.items()
     }
-    choice = solve(_priced(built, costs), gap=GAP, time_limit_s=SECONDS, explain=False).choice
-    unmet = [(root, axis) for root, slot in asked.items() if choice for axis in sorted(slot.unmet[choice[slot.node]])]
+    if proven:
+        choice = solve(_priced(built, costs), gap=GAP, time_limit_s=SECONDS, explain=False).choice
+        unmet = [
+            (root, axis) for root, slot in asked.items() if choice for axis in sorted(slot.unmet[choice[slot.node]])
+        ]
+    else:
+        unmet = _forced(built, asked)
     in_blocks = any(program.region(name).module for root in asked for name in _regions(built, root))
     if unmet and in_blocks and len(unmet) == sum(len(frozenset().union(*slot.unmet)) for slot in asked.values()):
         raise _nothing(program, built, unmet, strategies)
     return tuple(_described(program, built, root, axis, reasons) for root, axis in unmet)
+
+
+def _forced(built: PlacementProblem, asked: Mapping[Key, Slot]) -> list[tuple[Key, int]]:
+    """The matrices that what neighbours forbid each other leaves no split, and the axis; none where nothing is left."""
+    domains = consistent([node.costs for node in built.problem.nodes], built.problem.edges)
+    if domains.empty is not None:
+        return []
+    least = {
+        root: min((slot.unmet[i] for i in np.flatnonzero(domains.alive[slot.node])), key=len)
+        for root, slot in asked.items()
+    }
+    return [(root, axis) for root, unmet in least.items() for axis in sorted(unmet)]
 
 
 def tensor_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[int]:

@@ -21,7 +21,7 @@ from autopar.machine.mesh import Mesh
 from autopar.passes import place as placing
 from autopar.passes.annotate import annotate
 from autopar.passes.place import place
-from autopar.passes.placement import conceding, variants
+from autopar.passes.placement import conceding, unsplit, variants
 from autopar.passes.placement.problem import _Builder as ProblemBuilder
 from autopar.passes.placement.problem import build_problem
 from autopar.passes.placement.timeline import Timeline
@@ -183,6 +183,24 @@ def test_what_was_too_little_is_found_out(program: Program) -> None:
     strategy = {"dp": "zero2", "tp": "tensor"}
     learnt.conceded[family_of(resolve(strategy, MESH))] = Conceded((), (("layers.0.odd.weight", 1),))
     assert put(program, strategy, learnt).placed == put(program, strategy, None).placed
+
+
+@pytest.mark.moderate
+def test_what_must_stay_whole_is_sought_where_neighbours_do_not_tell(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if matrices stay whole that need not, if those that must are a problem of their own where neighbours tell,
+    or if what neighbours tell is taken for all that there is.
+    """
+    sought, strategy = [], {"dp": "ddp", "tp": "tensor"}
+    real = unsplit.solve
+    monkeypatch.setattr(unsplit, "solve", lambda *given, **more: sought.append(1) or real(*given, **more))
+    told = put(program, strategy, None)
+    assert not sought
+    monkeypatch.setattr(unsplit, "_forced", lambda *given: [])
+    found = put(program, strategy, None)
+    assert sought
+    assert (found.placed, found.notes) == (told.placed, told.notes)
 
 
 @pytest.mark.moderate
