@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect, bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ _SCATTERS: Mapping[object, compat.OpOverload] = {
     _aten.slice.Tensor: _aten.slice_scatter.default,
 }
 """The views through which may be written: what gives the whole with the view's place taken by something else."""
+_FUNCTIONAL_NORM = _aten._native_batch_norm_legit_functional.default
 _BATCH_NORM_OPERANDS = 8
 """Those of the functional form; the last one of `aten.batch_norm` chooses a library."""
 
@@ -56,8 +57,9 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
         return False
     changed: dict[str, fx.Node] = {}
     latest: dict[fx.Node, str] = {}
+    known: dict[Any, list[Tensor]] = {}
     for node in writes:
-        for before, value in _replace(node, order):
+        for before, value in _replace(node, order, known):
             held = latest.get(before, before.name)
             if held in buffers:
                 latest.pop(changed.get(held, before), None)
@@ -84,7 +86,7 @@ def written_apart(graph: fx.Graph) -> bool:
     if any(map(_is_batch_norm, writes)) or not _are_plain(writes, order, ()):
         return False
     for node in writes:
-        _replace(node, order)
+        _replace(node, order, {})
     for write in reversed(writes):
         graph.erase_node(write)
     return True
@@ -153,6 +155,14 @@ def _is_batch_norm(node: fx.Node) -> bool:
     return node.target is _aten.batch_norm.default
 
 
+def _normalized(operands: Sequence[Any], known: dict[Any, list[Tensor]]) -> list[Tensor]:
+    """What the functional batch norm gives on stand-ins, which takes torch ten operators to say."""
+    key = tuple([(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in operands])
+    if key not in known:
+        known[key] = list(_FUNCTIONAL_NORM(*operands))
+    return [torch.empty_like(each) for each in known[key]]
+
+
 def _functional(node: fx.Node) -> compat.OpOverload | None:
     """The operator that gives what this one writes into its first operand, and into no other."""
     if not isinstance(node.target, compat.OpOverload) or node.target.namespace != "aten":
@@ -209,10 +219,12 @@ def _storages(value: Any) -> set[int]:
     return {each for each in found if each is not None}
 
 
-def _replace(node: fx.Node, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
+def _replace(
+    node: fx.Node, order: dict[fx.Node, int], known: dict[Any, list[Tensor]]
+) -> list[tuple[fx.Node, fx.Node]]:
     """Put the functional form before a node, and its results in place of what the node wrote and gave.
 
-    Returns what was there, and what is there now.
+    known: the results of batch norms, by their operands' types. Returns what was there, and what is there now.
     """
     target = _functional(node)
     operands: Any = node.args
@@ -221,7 +233,8 @@ def _replace(node: fx.Node, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx
     def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         made = node.graph.call_function(target, args, kwargs)
         known_args, known_kwargs = map_nodes((args, kwargs), lambda each: each.meta["val"])
-        made.meta = {**node.meta, "val": target(*known_args, **known_kwargs)}
+        gives = _normalized(known_args, known) if target is _FUNCTIONAL_NORM else target(*known_args, **known_kwargs)
+        made.meta = {**node.meta, "val": gives}
         order[made] = order[node]
         return made
 
@@ -231,7 +244,7 @@ def _replace(node: fx.Node, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx
 
     with node.graph.inserting_before(node), torch.no_grad():
         if target is None:
-            made = call(_aten._native_batch_norm_legit_functional.default, *operands[:_BATCH_NORM_OPERANDS])
+            made = call(_FUNCTIONAL_NORM, *operands[:_BATCH_NORM_OPERANDS])
             node.replace_all_uses_with(call(operator.getitem, made, 0))
             for place in _STATISTICS:
                 instead(operands[place], call(operator.getitem, made, place))

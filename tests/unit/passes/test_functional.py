@@ -158,6 +158,17 @@ class Coded(nn.Module):
         return x
 
 
+def test_norms_of_other_widths_have_statistics_of_their_own() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
+    exported = torch.export.export(model, (torch.randn(4, 3),), strict=False)
+    assert make_functional(exported)
+    norms = [node for node in exported.graph.nodes if str(node.target).startswith("aten._native_batch_norm")]
+    assert [[tuple(each.shape) for each in node.meta["val"]] for node in norms] == [
+        [(4, width)] + [(width,)] * 4 for width in (3, 5, 5)
+    ]
+    assert len({tracing.storage_id(each) for node in norms for each in node.meta["val"]}) == 15
+
+
 def test_a_name_that_torch_has_taken_is_said() -> None:
     """Breaks if a buffer called `code` ends in torch's own "attribute already exists"."""
     mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
