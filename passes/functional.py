@@ -219,9 +219,7 @@ def _storages(value: Any) -> set[int]:
     return {each for each in found if each is not None}
 
 
-def _replace(
-    node: fx.Node, order: dict[fx.Node, int], known: dict[Any, list[Tensor]]
-) -> list[tuple[fx.Node, fx.Node]]:
+def _replace(node: fx.Node, order: dict[fx.Node, int], known: dict[Any, list[Tensor]]) -> list[tuple[fx.Node, fx.Node]]:
     """Put the functional form before a node, and its results in place of what the node wrote and gave.
 
     known: the results of batch norms, by their operands' types. Returns what was there, and what is there now.
