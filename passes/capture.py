@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
+from autopar.base.torch_compat.transforms import by_autograd
 from autopar.ir.program import Program
 from autopar.operators import own_gradients
-from autopar.passes import mutation, seeds
+from autopar.passes import inner_gradients, mutation, seeds
 from autopar.passes.avoidable import argument_instead
 from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
@@ -96,7 +97,7 @@ def capture(
             each.put(end)
         return trace(Chosen(FIRST))
 
-    with compat.exclusive(), own_gradients.kept() if training else nullcontext():
+    with compat.exclusive(), by_autograd(), own_gradients.kept() if training else nullcontext():
         with seeds.others_kept(others):
             before, chosen = [each.text() for each in others], Chosen(FIRST)
             program = trace(chosen)
@@ -168,6 +169,8 @@ def _with_repeated_blocks(
                 checks, reads = ChecksPass(clone), PlainReads(counted)
                 with numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
+                if inner_gradients.is_within(exported):
+                    return None  # they go through blocks, which have to be there
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
                     if mutation.writes(n)
@@ -311,6 +314,8 @@ def _export(
             hook = model.register_forward_hook(lambda _, __, output: compat.see_into(output))
             entered.callback(hook.remove)
             exported = torch.export.export(model, (), dict(arguments), strict=False)
+        if inner_gradients.is_within(exported):
+            inner_gradients.prepare(exported)
     except AutoparError as error:
         raise _with_line(error) from error.__cause__
     except Exception as error:

@@ -15,7 +15,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef, Variable
-from autopar.passes import mutation
+from autopar.passes import inner_gradients, mutation
 from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
@@ -48,10 +48,10 @@ def to_program(
             are no tensors, tensors without values.
     """
     _check_autocast(exported.graph_module, precision)
-    _check_batched(exported.graph_module)
     graph, origins, placeholders = clean_graph(exported)
     written = Written() if blocks is None else _written_out(exported, graph, origins, placeholders, blocks, names)
     words.take_notes(graph)
+    inner_gradients.write_out(graph, origins)
     notes = make_gradients_dense(graph, origins)
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
@@ -159,18 +159,6 @@ def _check_autocast(module: fx.GraphModule, precision: torch.dtype | None) -> No
                     where=_line_within(each, node),
                     remedy=f'plan with precision="{"bf16" if name == "bfloat16" else "fp16"}", or cast in the model: '
                     f"x.to(torch.{name})",
-                )
-
-
-def _check_batched(module: fx.GraphModule) -> None:
-    """Raises an AutoparError where forward calls `torch.vmap`, whose operators work on one row of a batch."""
-    for each in graph_modules(module):
-        for node in each.graph.nodes:
-            if node.op == "call_function" and getattr(node.target, "__name__", "") == "_add_batch_dim":
-                raise AutoparError(
-                    "forward() calls torch.vmap, which a program does not have",
-                    where=origin_of(node) or None,
-                    remedy="write the batch dim out: operators that take it as it is (torch.einsum, torch.bmm)",
                 )
 
 

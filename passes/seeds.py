@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
@@ -29,6 +29,7 @@ from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.devices import seeds_gpus, set_waiting_seeds, waiting_seeds
 from autopar.passes.blocks.marks import ENTER, LEAVE, REPEATS
 from autopar.passes.checks import frame_of_model
+from autopar.passes.draws import draws
 
 _FIRST = 0x1E3779B97F4A7C15
 """The seed at which a trace begins: a number that nobody takes for one."""
@@ -135,18 +136,6 @@ class Seeds(TorchFunctionMode):
 
     def _is_own(self, seed: int) -> bool:
         return _FIRST <= seed < self._seed
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether an operator draws, as it is called: a dropout may be off."""
-    if not isinstance(node.target, compat.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    for place, argument in enumerate(node.target._schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        off = {"p": 0, "dropout_p": 0, "dropout": 0, "train": False, "training": False}.get(argument.name)
-        if off is not None and isinstance(given, (bool, int, float)) and given == off:
-            return False
-    return True
 
 
 def _default_generators() -> list[torch.Generator]:

@@ -350,3 +350,23 @@ _register(
     lambda outputs, inputs, saved, function: [x.clone() for x in outputs],
     lambda outputs, inputs, saved, function: [torch.empty_like(x) for x in outputs],
 )
+
+
+def _not_written_out(*_: Any) -> Any:
+    raise RuntimeError("this operator stands for others while a model is traced, and does not run")
+
+
+_register(
+    "inner_gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] grad_outputs, bool zeros, bool pushed) -> Tensor[]",
+    _not_written_out,
+    lambda outputs, inputs, grad_outputs, zeros, pushed: [torch.empty_like(x) for x in inputs],
+)
+_register("apart(Tensor x) -> Tensor", _not_written_out, torch.empty_like)
+torch.library.register_vmap(
+    "autopar::inner_gradient",
+    lambda info, dims, outputs, inputs, grad_outputs, zeros, pushed: (
+        [torch.empty_like(x) for x in inputs],
+        list(dims[1]),
+    ),
+    lib=_LIBRARY,
+)  # while a model is traced, which asks for sizes alone

@@ -99,6 +99,11 @@ def is_stand_in(value: torch.Tensor) -> bool:
     return isinstance(value, FakeTensor)
 
 
+def mode_of(value: object) -> FakeTensorMode | None:
+    """The mode that a stand-in is of; None of anything else."""
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
 def has_numbers(value: torch.Tensor) -> bool:
     """Whether a tensor is one of the script's, with values: no stand-in of a trace or of `torch.func`."""
     wrapped = is_functorch_wrapped_tensor(value)
