@@ -54,8 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `sampled(n)`, n cases of those that this run collects, and half of any other one that takes
-    long and has three or more: always the same, by digest.
+    """Of each test marked `sampled(n)`, n cases of those that this run collects, and a third of any other one that
+    takes long, two at least: always the same, by digest.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -64,7 +64,7 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     dropped: set[pytest.Item] = set()
     for group in cases.values():
         marker = group[0].get_closest_marker("sampled")
-        num = marker.args[0] if marker is not None else len(group) if len(group) < 3 else (len(group) + 1) // 2
+        num = marker.args[0] if marker is not None else max(2, (len(group) + 2) // 3)
         group.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).hexdigest())
         dropped.update(group[num:])
     if dropped:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ def loaded(folder: str) -> dict[str, Tensor]:
     return {name: full(value) for name, value in model.state_dict().items()}
 
 
+def refused(folder: str) -> str:
+    with pytest.raises(AutoparError) as caught:
+        loaded(folder)
+    return str(caught.value)
+
+
 def test_pretrained_weights_are_read_in_pieces() -> None:
     """Breaks when a (strided) piece is read from the wrong place, or a split checkpoint's index is ignored."""
     state = {name: value.clone() for name, value in make_mlp(seed=5).state_dict().items()}
@@ -99,8 +106,7 @@ def test_pretrained_weights_are_read_in_pieces() -> None:
         Path(folder, "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
         for found in launch(loaded, 4, folder):
             assert all(torch.equal(found[name], state[name]) for name in state)
-        with pytest.raises(ChildError, match="there is no checkpoint to load"):
-            launch(loaded, 4, folder + "/nothing")
+        assert all("there is no checkpoint to load" in said for said in launch(refused, 4, folder + "/nothing"))
     for change, message in (
         ({"up.bias": None}, r"the checkpoint lacks up\.bias"),
         ({"extra": torch.zeros(1)}, "the checkpoint has names that the model does not have: extra"),
@@ -109,8 +115,7 @@ def test_pretrained_weights_are_read_in_pieces() -> None:
         with tempfile.TemporaryDirectory() as folder:
             changed = {name: value for name, value in (state | change).items() if value is not None}
             save_file(changed, Path(folder, "model.safetensors"))
-            with pytest.raises(ChildError, match=message):
-                launch(loaded, 4, folder)
+            assert all(re.search(message, said) for said in launch(refused, 4, folder))
 
 
 def resumed(folder: str) -> bool:
