@@ -39,7 +39,7 @@ def with_limits(fields: Mapping[str, Any]) -> dict[str, Any]:
         return _UNBOUND.get(value[_NO_NUMBER], value) if _is_no_number(value) else value
 
     return {
-        name: read(value) if "limit" in name else with_limits(value) if isinstance(value, Mapping) else value
+        name: read(value) if "limit" in str(name) else with_limits(value) if isinstance(value, Mapping) else value
         for name, value in fields.items()
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from autopar.solver import AssignmentProblem, Edge, Node, oracle, phases, pool, prices, solve
-from autopar.solver.compiled_messages import CompiledMessages
+from autopar.solver.compiled_messages import CompiledMessages, load
 from autopar.solver.graph import Graph
 from autopar.solver.oracle import Oracle
 from autopar.solver.search import SETTLED_GAP, STANDING, Search
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.unit
 @contextmanager
 def loops() -> Iterator[list[float]]:
     """Small problems go the way of wide ones, and no tables end the search. Yields the bounds of all sweeps."""
+    load()  # in a process that has not yet, with a sweep of its own
     bounds: list[float] = []
     step = CompiledMessages.step
 
