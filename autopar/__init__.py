@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autopar.api.coded_weights import store_weights
     from autopar.api.compile import compile
     from autopar.api.generation import GenerationPlan, plan_generation
+    from autopar.api.hand_over import HandOver, hand_over
     from autopar.api.plan import Plan
     from autopar.api.planning import plan
     from autopar.api.proof import Proof
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AutoparError", "Cluster", "Generation", "GenerationPlan", "GenerationSearch", "Mesh", "Partial", "Plan", "Proof",
-    "Replicate", "Request", "SearchResult", "Served", "Shard", "Watch", "__version__", "backend", "compile",
-    "expert_imbalance", "load_checkpoint", "pin", "pipeline", "plan", "plan_generation", "resume_or_start", "search",
-    "store_weights", "strategies", "watch",
+    "AutoparError", "Cluster", "Generation", "GenerationPlan", "GenerationSearch", "HandOver", "Mesh", "Partial",
+    "Plan", "Proof", "Replicate", "Request", "SearchResult", "Served", "Shard", "Watch", "__version__", "backend",
+    "compile", "expert_imbalance", "hand_over", "load_checkpoint", "pin", "pipeline", "plan", "plan_generation",
+    "resume_or_start", "search", "store_weights", "strategies", "watch",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -51,6 +52,7 @@ _MODULE_OF_NAME = {
     "Generation": "autopar.planner.generation", "GenerationPlan": "autopar.api.generation",
     "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
     "expert_imbalance": "autopar.machine.imbalance",
+    "HandOver": "autopar.api.hand_over", "hand_over": "autopar.api.hand_over",
     "resume_or_start": "autopar.runtime.checkpoint.run", "store_weights": "autopar.api.coded_weights",
     "Request": "autopar.runtime.serving.serve", "Served": "autopar.runtime.serving.serve",
     "Watch": "autopar.runtime.watch.watching", "watch": "autopar.runtime.watch.watching",

@@ -9,6 +9,7 @@ head of another rank, a decode that reads what prefill left otherwise than it li
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,11 +24,13 @@ from autopar.api.promote import default_dtype, only
 from autopar.api.proof import NotEager, Proof, fits_here, program_of, scaled_mesh
 from autopar.api.small_model import as_drawn, small_model
 from autopar.base.codes import is_by_channel
+from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches, experts, huggingface
 from autopar.base.huggingface.generation import Within, driven, has_encoder, outputs, vocabulary
 from autopar.base.stored_weights import ways_of
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
 from autopar.passes.emit import interface_of
 from autopar.planner.generation import Generation
 from autopar.planner.plan.record import PlanRecord
@@ -56,12 +59,12 @@ def verify_generation(
         AutoparError: the plan was loaded without its model, or the model is too large to run here.
     """
     decode = phases["decode"]
-    fits_here(decode)
+    for plan in phases.values():
+        fits_here(plan)
     assert decode.model is not None
     count = min(wanted.new_tokens, MOST_TOKENS) if tokens is None else tokens
-    stages = dict(decode.mesh.axes).get(AXIS, 1)
-    mesh, scaled = scaled_mesh(decode.mesh, {AXIS: min(2, stages)})
-    ways = ways_of_cache(decode.strategies, mesh.without(AXIS) if AXIS in mesh.axis_names else mesh)
+    meshes = {name: _scaled(plan) for name, plan in phases.items()}
+    ways = math.lcm(*(_ways(phases[name], mesh) for name, (mesh, _) in meshes.items()))
     length = wanted.positions(behind_encoder=has_encoder(decode.model), ways=ways)
     wanted = wanted.in_whole_chunks()
     model, _ = small_model(decode.model, {}, dtype, seed)
@@ -71,7 +74,7 @@ def verify_generation(
     if wanted.beams > 1:
         prompt = {name: value.repeat_interleave(wanted.beams, 0) for name, value in prompt.items()}
     following = torch.randint(1, words, (wanted.rows, count), generator=generator)
-    run = _Run(length, wanted.chunks, wanted.cache, phases, model, mesh, scaled, dtype, following)
+    run = _Run(length, wanted.chunks, wanted.cache, phases, model, meshes, dtype, following)
     around = partial(_eager, model, dtype)
     tokens_found = driven(
         model, prompt, count, run.step, run.cache, chunk=wanted.chunk, encoder=lambda each: Within(each, around)
@@ -108,7 +111,18 @@ def verify_generation(
         last = first - 1 + (token if token > 0 else token * (wanted.chunk or 1))
         want = whole[:, last - logits.shape[1] + 1 : last + 1]
         rows.append(comparison(name, want, logits, rtol, atol, 0.0))
-    return Proof(tuple(rows), str(mesh), scaled, str(dtype).removeprefix("torch."), run.events, False, rtol, notes)
+    mesh = ", then ".join(dict.fromkeys(str(mesh) for mesh, _ in meshes.values()))
+    scaled = any(each for _, each in meshes.values())
+    return Proof(tuple(rows), mesh, scaled, str(dtype).removeprefix("torch."), run.events, False, rtol, notes)
+
+
+def _scaled(plan: PlanRecord) -> tuple[Mesh, bool]:
+    """The mesh on which a plan is proven, and whether it is a smaller one."""
+    return scaled_mesh(plan.mesh, {AXIS: min(2, dict(plan.mesh.axes).get(AXIS, 1))})
+
+
+def _ways(plan: PlanRecord, mesh: Mesh) -> int:
+    return ways_of_cache(plan.strategies, mesh.without(AXIS) if AXIS in mesh.axis_names else mesh)
 
 
 class _Run:
@@ -116,9 +130,9 @@ class _Run:
 
     def __init__(
         self, length: int, chunks: int, storage: str | None, phases: Mapping[str, PlanRecord], model: nn.Module,
-        mesh: Any, scaled: bool, dtype: torch.dtype, following: Tensor,
+        meshes: Mapping[str, tuple[Mesh, bool]], dtype: torch.dtype, following: Tensor,
     ) -> None:  # fmt: skip
-        self.phases, self.model, self.mesh, self.scaled = phases, model, mesh, scaled
+        self.phases, self.model, self.meshes = phases, model, meshes
         self.dtype, self.following = dtype, following
         self.length, self.chunks, self.storage = length, chunks, storage
         self.logits: list[Tensor] = []
@@ -138,8 +152,14 @@ class _Run:
         if kind not in self.programs:
             with only(self.dtype):
                 found = self.phases[phase]
-                self.programs[kind] = program_of(found, self.model, given, self.mesh, self.scaled, self.dtype)
+                self.programs[kind] = program_of(found, self.model, given, *self.meshes[phase], self.dtype)
         program, source = self.programs[kind]
+        if any(region.draws for region in program.regions):
+            raise AutoparError(
+                "a model in training mode drops other numbers in each run, so that there is nothing to compare with",
+                where=next(filter(None, (region.module for region in program.regions if region.draws)), None),
+                remedy="call model.eval() before plan_generation, as before generate()",
+            )
         leaves = dict(tracing.tree_leaves_with_path(given))
         tensors = {port.name: leaves[port.name] for port in program.inputs}
         with default_dtype(self.dtype), torch.no_grad():

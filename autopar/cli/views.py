@@ -1,4 +1,5 @@
-"""The commands of `autopar` that show a saved plan: show, explain, holds, draw, report, trace, diff, export.
+"""The commands of `autopar` that show a saved plan: show, explain, holds, draw, report, trace, diff, export,
+hand-over.
 
 Nothing here imports torch before a command needs it: see `cli.py`.
 """
@@ -23,7 +24,7 @@ _LOADS = "Write it by json.dump(compiled.expert_loads(), file): a list of tokens
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (show, explain, holds, draw, report, trace, diff, export):
+    for command in (show, explain, holds, draw, report, trace, diff, export, hand_over):
         app.command()(command)
 
 
@@ -225,6 +226,31 @@ def diff(
         if page is not None:
             print(f"wrote {page}")
     raise typer.Exit(0 if found.same else 1)
+
+
+def hand_over(
+    prefill: Annotated[Path, typer.Argument(help="A file of `autopar plan --generate … --save`: of the prompts.")],
+    decode: Annotated[Path, typer.Argument(help="Another, of the tokens; its mesh and batch may differ.")],
+    row: Annotated[int, typer.Option(help="Where the prompts' rows begin in the tokens' batch.")] = 0,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of a rank, one direction. [default: the slower network of both]")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write all messages as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what of the caches goes from the devices that read prompts (PREFILL) to those that make tokens (DECODE)."""
+    with errors(2):
+        from autopar.api.generation import GenerationPlan
+        from autopar.api.hand_over import hand_over as plan_messages
+
+        plans = [GenerationPlan.load(path) for path in (prefill, decode)]
+        given = None if bandwidth is None else 1e9 * bandwidth
+        found = plan_messages(*plans, row=row, bandwidth_bytes_per_s=given)
+        if output is not None:
+            found.save(output)
+    print(json.dumps(found.to_data(), indent=1) if as_json else found)
+    if output is not None and not as_json:
+        print(f"wrote {output}")
 
 
 def export(
