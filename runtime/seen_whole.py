@@ -129,11 +129,13 @@ class SeenWhole(DTensor):
             return func(*args, **kwargs)
         if name in OF_MEMORY and isinstance(first, SeenWhole) and not first._is_kept and not first.requires_grad:
             return _of_memory(func, first, args[1:], kwargs)
-        if any(isinstance(each, SeenWhole) and each._coming is not None for each in _tensors(args, kwargs)):
+        # What else is being copied comes along with a copy, and is half made.
+        read = args[:1] if name == "__deepcopy__" else args
+        if any(isinstance(each, SeenWhole) and each._coming is not None for each in _tensors(read, kwargs)):
             found = _part_to_come(name, first, args)
             if found is not None:
                 return found
-            for each in _tensors(args, kwargs):
+            for each in _tensors(read, kwargs):
                 arrived(each)
         is_elsewhere = name in along.BY_NAME and isinstance(first, SeenWhole) and local_tensor(first).is_meta
         if isinstance(first, SeenWhole) and first._is_kept and (first._whole is None or is_elsewhere):
@@ -144,7 +146,7 @@ class SeenWhole(DTensor):
         if isinstance(first, SeenWhole) and name in PIECEWISE and not first.requires_grad and first._whole is None:
             return _piecewise(func, first, args[1:], kwargs)
         if name == "__deepcopy__" and isinstance(first, SeenWhole):
-            return func(whole(first), *args[1:])  # what else is being copied, which comes along, is half made
+            return func(whole(first), *args[1:])
         if any(isinstance(each, DTensor) and not isinstance(each, SeenWhole) for each in _tensors(args, kwargs)):
             args, kwargs = tree_map(_as_dtensor, (args, kwargs))
             return func(*args, **kwargs)
