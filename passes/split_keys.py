@@ -36,10 +36,11 @@ _LENGTH = 2
 
 def split_keys(program: Program, *, pieces: int) -> Program:
     """pieces: how many ranks share the length of a cache; 1: nothing is changed."""
-    if pieces == 1 or program.training or not program.states:
+    named = frozenset[str]() if pieces == 1 or program.training else program.states
+    if not named:
         return program
     classes = value_classes(program)
-    states = {root for root, keys in classes.members.items() if any(_is_state(key, program.states) for key in keys)}
+    states = {root for root, keys in classes.members.items() if any(_is_state(key, named) for key in keys)}
     return program.with_regions({r.name: _rewrite(r, classes, states, pieces) for r in program.regions})
 
 
