@@ -36,7 +36,9 @@ from autopar.base import environment
 MOST_RANKS = 16
 """Each sends to all others itself."""
 MOST_BYTES = 1 << 15
-"""Of a piece: two of them wait in a socket (212,992 bytes) while its reader has not come, so no writer ever waits."""
+"""Of a piece: two of them wait in a socket while its reader has not come, so no writer ever waits. Linux gives sockets
+212,992 bytes, of which it counts its own notes, too; where a machine gives less than four pieces there is no such way.
+"""
 PATIENCE_S = 60.0
 """For a neighbour that is connected already to be let in."""
 _HEADER = struct.Struct("<qq")
@@ -174,6 +176,8 @@ def _listening(num: int, stack: contextlib.ExitStack) -> tuple[socket.socket | N
         folder = tempfile.mkdtemp(prefix="autopar-")  # nobody else's
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 4 * MOST_BYTES:
+            return None, ""
         listener.bind(address := str(Path(folder, "rank")))
         listener.listen(num)
     except OSError:

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +29,15 @@ from autopar.api.generation import GenerationPlan
 from autopar.api.generation_proof import verify_generation
 from autopar.api.plan import Plan
 from autopar.api.proof import Proof
+from autopar.api.stored import states_among
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_bytes
-from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.interface import TensorInterface
+from autopar.ir.positions import starts
 from autopar.ir.sharding import Shard
 from autopar.planner.generation import Generation
 from autopar.runtime.checkpoint.boxes import Box, covers, intersection, why_not
-from autopar.runtime.pieces import piece_of, take
+from autopar.runtime.pieces import piece_of
 
 MOST_NUMBERS = 1 << 22
 """Elements of a cache that are moved one by one in a proof; of larger ones boxes are counted."""
@@ -387,7 +389,7 @@ def _local(whole: torch.Tensor, parts: Sequence[_Part]) -> torch.Tensor:
 
 def _ends(prefill: Plan, decode: Plan) -> dict[str, tuple[_End, _End]]:
     """The caches that the prompt leaves and tokens read, by name."""
-    left, read = _states(prefill.interface), _states(decode.interface)
+    left, read = ({each.name: each for each in states_among(plan.interface)} for plan in (prefill, decode))
     if left.keys() != read.keys() or not left:
         only = sorted(left.keys() ^ read.keys())
         raise AutoparError(
@@ -396,11 +398,6 @@ def _ends(prefill: Plan, decode: Plan) -> dict[str, tuple[_End, _End]]:
             remedy="plan both of the same model",
         )
     return {name: (_end(prefill, left[name]), _end(decode, read[name])) for name in left}
-
-
-def _states(interface: ProgramInterface) -> dict[str, TensorInterface]:
-    returned = {(each.name, each.shape, each.dtype) for each in interface.outputs}
-    return {each.name: each for each in interface.inputs if (each.name, each.shape, each.dtype) in returned}
 
 
 def _end(plan: Plan, entry: TensorInterface) -> _End:
@@ -444,14 +441,17 @@ def _parts(shape: tuple[int, ...], splits: tuple[tuple[int, int, int, int, bool]
 
 def _runs(size: int, splits: Sequence[tuple[int, int, int, int, bool]]) -> list[tuple[int, int, int]]:
     """Of one dim: where runs begin, how long they are, and where they lie in what the rank has."""
-    index = torch.arange(size)
-    for num, at, _, outer, zigzag in splits:
-        if outer == 1 and len(index) % num:
-            start, length = piece_of(len(index), num, at)
-            index = index[start : start + length]
-        else:
-            index = take(index, num, at, 0, outer, zigzag)
-    if not len(index):
-        return []
-    breaks = [0, *(int(i) + 1 for i in (index.diff() != 1).nonzero()), len(index)]
-    return [(int(index[a]), b - a, a) for a, b in pairwise(breaks)]
+    divided = [(at, num, outer, zigzag) for num, at, _, outer, zigzag in splits]
+    try:
+        begins = starts(size, *divided)
+    except AutoparError:
+        if any(outer > 1 for _, _, outer, _ in divided):
+            raise
+        begin, length = 0, size  # of axes that do not divide it, the last ranks have less
+        for at, num, _, _ in divided:
+            start, length = piece_of(length, num, at)
+            begin += start
+        begins = [begin]
+    else:
+        length = size // math.prod(num for _, num, _, _ in divided) // len(begins)
+    return [(begin, length, place * length) for place, begin in enumerate(begins)] if length else []

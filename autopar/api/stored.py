@@ -18,10 +18,14 @@ def pins_of(interface: ProgramInterface) -> list[Pin]:
 
 
 def states_of(interface: ProgramInterface) -> dict[tuple[str, tuple[int, ...]], Pin]:
-    """The shardings of its states, by name and shape: inputs that are returned under the same name."""
+    """The shardings of its states, by name and shape."""
+    return {(each.name, each.shape): _pin(each, interface.axes) for each in states_among(interface)}
+
+
+def states_among(interface: ProgramInterface) -> list[TensorInterface]:
+    """Inputs that are returned under the same name: caches, in order."""
     returned = {(each.name, each.shape, each.dtype) for each in interface.outputs}
-    inputs = [each for each in interface.inputs if (each.name, each.shape, each.dtype) in returned]
-    return {(each.name, each.shape): _pin(each, interface.axes) for each in inputs}
+    return [each for each in interface.inputs if (each.name, each.shape, each.dtype) in returned]
 
 
 def pins_for(states: Mapping[tuple[str, tuple[int, ...]], Pin], inputs: Mapping[str, Any]) -> list[Pin]:

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import combinations
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.runtime import nearby as module
 from autopar.runtime.nearby import MOST_BYTES, Apart, Nearby
 
 
@@ -83,3 +85,11 @@ def test_a_neighbour_that_does_something_else_is_told(other: Callable[[Nearby, T
         return ""
 
     assert said in at_once(neighbours(2), act)[0]
+
+
+def test_a_machine_with_small_sockets_has_no_such_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if ranks write into sockets that hold less than two pieces."""
+    with ExitStack() as stack:
+        assert module._listening(2, stack)[1]
+        monkeypatch.setattr(module, "MOST_BYTES", 1 << 30)
+        assert module._listening(2, stack) == (None, "")
