@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.func import functional_call, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import autopar
 
@@ -110,9 +110,23 @@ def products(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return pulled_back(y)[0].pow(2).mean() + value.mean() + jvp(m.field, (x,), (y,))[1].pow(2).mean()
 
 
+def chosen_arguments(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    def both(parts: dict[str, Tensor], other: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        value = m.net(parts["x"]) * m.field(other) * scale
+        return value.sum(), value.detach()
+
+    (of_other, of_parts), (value, kept) = grad_and_value(both, argnums=(1, 0), has_aux=True)({"x": x}, y, scale=0.5)
+    pulled: Any = vjp(lambda a, b: (a * m.field(b), b * 2), x, y, has_aux=True)
+    _, pulled_back, more = pulled
+    first, second = pulled_back(m.field(x))
+    rows = vmap(jacrev(lambda a, b: a * m.field(b), argnums=1))(x, y)
+    total = (of_other * 3 + of_parts["x"]).pow(2).mean() + value + kept.mean()
+    return total + (first + 2 * second + more).pow(2).mean() + rows.pow(2).sum((1, 2)).mul(y[:, 0]).mean()
+
+
 FORCES = (forces, laplacian, penalty, an_alias_is_another, through_an_alias, constants, detached, one_step)
 MESHES = (("ddp", "dp=2"), ("zero3", "dp=2"), ("tensor", "tp=2"))
-TRANSFORMS = (each_row, each_row_s_gradient, jacobians, hessians, products)
+TRANSFORMS = (each_row, each_row_s_gradient, jacobians, hessians, products, chosen_arguments)
 
 
 def planned(loss: Loss, strategy: str, mesh: str, **options: Any) -> autopar.Plan:
@@ -122,7 +136,7 @@ def planned(loss: Loss, strategy: str, mesh: str, **options: Any) -> autopar.Pla
 
 
 @pytest.mark.moderate
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(14)
 @pytest.mark.filterwarnings("ignore:autopar:UserWarning")
 @pytest.mark.parametrize(
     ("loss", "strategy", "mesh"),
