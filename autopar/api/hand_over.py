@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -90,18 +90,19 @@ class HandOver:
     @property
     def sent(self) -> dict[int, int]:
         """Bytes by rank of the first mesh."""
-        found: Counter[int] = Counter(dict.fromkeys(range(self.prefill.prefill.mesh.num_devices), 0))
-        for message in self.messages:
-            found[message.source] += message.num_bytes
-        return dict(found)
+        return self._bytes(self.prefill.prefill, (message.source for message in self.messages))
 
     @property
     def received(self) -> dict[int, int]:
         """Bytes by rank of the second mesh."""
-        found: Counter[int] = Counter(dict.fromkeys(range(self.decode.decode.mesh.num_devices), 0))
-        for message in self.messages:
-            found[message.target] += message.num_bytes
-        return dict(found)
+        return self._bytes(self.decode.decode, (message.target for message in self.messages))
+
+    def _bytes(self, plan: Plan, ranks: Iterable[int]) -> dict[int, int]:
+        """ranks: of each message, one of the plan's mesh."""
+        found = dict.fromkeys(range(plan.mesh.num_devices), 0)
+        for rank, message in zip(ranks, self.messages, strict=True):
+            found[rank] += message.num_bytes
+        return found
 
     @property
     def seconds(self) -> float:

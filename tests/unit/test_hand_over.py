@@ -96,7 +96,7 @@ def test_one_of_the_ranks_that_hold_the_same_sends() -> None:
     """Breaks if a rank that holds all of it sends it all, while another that does sends nothing."""
     moved = autopar.hand_over(plan("dp=2", "ddp", 1, 4), plan("tp=4", "tensor"))
     sent = moved.sent
-    assert sent[0] == pytest.approx(sent[1], rel=0.1)
+    assert abs(sent[0] - sent[1]) <= max(message.num_bytes for message in moved.messages)
 
 
 @pytest.mark.moderate
