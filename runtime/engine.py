@@ -52,6 +52,7 @@ from autopar.runtime.refused import (
     check_made_apart,
     check_same_mesh,
     check_same_storage,
+    check_trains,
     parameter_of,
     parameters_before,
 )  # fmt: skip
@@ -270,6 +271,7 @@ class Engine:
             if not wants_turns:
                 return run.forward()
             self._had_turns = True
+            check_trains(interface, self.interface)
             return run.train(_place_of_loss(executable, stand_ins(interface)))
         parameters = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]
         widened = None if executable.widened is None else partial(self._widened, executable.widened, batch.inputs)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from autopar.base.huggingface import caches
 from autopar.base.huggingface.masks_of_generate import spelled_out
-from autopar.runtime.refused import check_has_logits
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
@@ -75,9 +74,6 @@ def of_generate(original: Any) -> dict[str, Any]:
     def make(self: Any, batch: int, length: int, encoded: Tensor | None) -> Any:
         return self.autopar.caches.new_cache(batch, length, encoded)
 
-    def without(self: Any) -> None:
-        check_has_logits(self.autopar.comm.axes)
-
     def chunk(self: Any) -> int | None:
         found: int | None = self.autopar.caches.chunk
         return found
@@ -95,7 +91,7 @@ def of_generate(original: Any) -> dict[str, Any]:
 
     prepare = original._prepare_cache_for_generation
     return {
-        "_prepare_cache_for_generation": caches.generating(prepare, make, without, chunk, whole, begun),
+        "_prepare_cache_for_generation": caches.generating(prepare, make, chunk, whole, begun),
         "create_masks_for_generate": spelled_out(original),
         "generate": generate,
     }

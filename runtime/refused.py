@@ -51,18 +51,6 @@ def check_made_apart(inputs: Mapping[Any, Any], model: nn.Module) -> None:
         waiting += [(name, other) for other, _ in node.next_functions if other is not None]
 
 
-def check_has_logits(axes: Sequence[str]) -> None:
-    """Raises an AutoparError for `generate()` without a cache over a pipeline: its step leaves logits where they are
-    made, and a token is chosen on every rank.
-    """
-    if AXIS in axes:
-        raise AutoparError(
-            "generate(use_cache=False) has no logits on the ranks of a pipeline but the last stage's",
-            values=f"the mesh has the axis {AXIS}",
-            remedy=f"leave use_cache=False out, or use a mesh without {AXIS}",
-        )
-
-
 def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:
     """Raises an AutoparError where autocast is on, and the program is not one of that precision."""
     if asked != precision:
@@ -141,7 +129,11 @@ def check_same_mesh(interface: ProgramInterface, axes: tuple[str, ...], sizes: t
 
 
 def check_same_storage(new: ProgramInterface, first: ProgramInterface | None, axes: Sequence[str]) -> None:
-    """Raises an AutoparError where a plan for another batch would store parameters otherwise than the first one."""
+    """Raises an AutoparError where a plan for another batch would store parameters otherwise than the first one.
+
+    Fewer pipeline ranks may use one than hold it: of tied embeddings, which two stages hold, a batch that is embedded
+    already is read by one of them.
+    """
     assert first is not None
     if new is first:
         return
@@ -149,18 +141,34 @@ def check_same_storage(new: ProgramInterface, first: ProgramInterface | None, ax
         raise AutoparError("this batch was planned with a pipeline and the first one without, or the other way round")
     now_on, then_on = holders(new), holders(first)
     for now, then in zip(new.parameters, first.parameters, strict=True):
-        if now.name == then.name and now_on[now.name] != then_on[then.name]:
-            raise AutoparError(
-                f"{then.name} would have to be on other pipeline ranks for this batch",
-                values=f"on {_numbers(then_on[then.name])}, now {_numbers(now_on[now.name])}",
-                remedy="Plan the new batch with the first plan's stages",
-            )
+        if now.name == then.name and not set(now_on[now.name]) <= set(then_on[then.name]):
+            raise _on_other_ranks(now.name, now_on[now.name], then_on[then.name])
         if (now.name, now.sharding) != (then.name, then.sharding):
             raise AutoparError(
                 f"{then.name} would have to be stored otherwise for this batch",
                 values=f"{format_sharding(then.sharding, axes)}, now {now.name} {format_sharding(now.sharding, axes)}",
                 remedy="Plan the new batch with the first plan's stored shardings",
             )
+
+
+def check_trains(new: ProgramInterface, first: ProgramInterface | None) -> None:
+    """Raises an AutoparError where a step over a pipeline would leave a rank that holds a parameter without its
+    gradient, so that its copy stays behind: the stages of another batch use it on fewer ranks.
+    """
+    if first is None or new is first:
+        return
+    now_on, then_on = holders(new), holders(first)
+    for entry in new.parameters:
+        if entry.differentiable and now_on[entry.name] != then_on[entry.name]:
+            raise _on_other_ranks(entry.name, now_on[entry.name], then_on[entry.name])
+
+
+def _on_other_ranks(name: str, now: tuple[int, ...], then: tuple[int, ...]) -> AutoparError:
+    return AutoparError(
+        f"{name} would have to be on other pipeline ranks for this batch",
+        values=f"on {_numbers(then)}, now {_numbers(now)}",
+        remedy="Compile with example_inputs of the kind that uses it on most stages, and train on that kind alone",
+    )
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:

@@ -194,6 +194,18 @@ def test_states_are_planned_and_proven(name: str, strategy: str, prompt: int) ->
     assert [each.sharding for each in first] == [each.sharding for each in then]
 
 
+def test_a_model_that_warns_of_padding_is_asked_what_it_keeps() -> None:
+    """Breaks if a padding token in its configuration, which it looks for among tokens, leaves a model without caches,
+    or if it warns no more.
+    """
+    import transformers
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, pad_token_id=0))
+    assert caches.new_cache(model, 1, 4, torch.device("cpu")).states()[0].shape == (1, 2, 4, 8)
+    assert not any("warn_if_padding_and_no_attention_mask" in vars(module) for module in model.modules())
+
+
 def test_a_model_that_keeps_no_cache_of_this_kind_is_told() -> None:
     """Breaks if states that a model keeps in its own way are left out without a word."""
     import transformers

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -113,8 +114,26 @@ def called_without_data(module: nn.Module, given: Mapping[str, Any]) -> Any:
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
     given = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
-    with torch.no_grad(), torch.device("meta"), experts.instead(module, lambda layer: torch.empty_like(layer.x)):
+    without_experts = experts.instead(module, lambda layer: torch.empty_like(layer.x))
+    with torch.no_grad(), torch.device("meta"), without_experts, _unwarned(module):
         return torch.func.functional_call(module, on_meta, kwargs=given)
+
+
+_WARNS = "warn_if_padding_and_no_attention_mask"
+"""A method of transformers' models that looks for padding among tokens, and does nothing but warn of it."""
+
+
+@contextmanager
+def _unwarned(module: nn.Module) -> Iterator[None]:
+    """Inside, no model within a module looks for padding that it would warn of."""
+    warning = [each for each in module.modules() if hasattr(type(each), _WARNS) and _WARNS not in vars(each)]
+    for each in warning:
+        vars(each)[_WARNS] = lambda *tensors: None
+    try:
+        yield
+    finally:
+        for each in warning:
+            vars(each).pop(_WARNS, None)
 
 
 def encoded_among(given: Mapping[str, Any]) -> Tensor | None:
@@ -295,23 +314,21 @@ def _check_goes_on(cache: Any, given: Mapping[str, Any]) -> None:
 def generating(
     original: Any,
     make: Maker,
-    without: Callable[[Any], None] = lambda model: None,
     chunk: Callable[[Any], int | None] = lambda model: None,
     whole: Callable[[Any, int], int] = lambda model, length: length,
     begun: Callable[[Any, Any], None] = lambda model, call: None,
 ) -> Callable[..., None]:
     """`_prepare_cache_for_generation` of a compiled model, which gives `generate()` a cache of ours.
 
-    original: the model's own. without: called with the model where no cache is wanted; may raise. chunk: of the model,
-    the tokens of a prompt in one call, where the call does not say it. whole: of the model, the least length of a cache
-    from another on that may be cut. begun: called with the model and what lives as long as this call of `generate()`.
+    original: the model's own. chunk: of the model, the tokens of a prompt in one call, where the call does not say it.
+    whole: of the model, the least length of a cache from another on that may be cut. begun: called with the model and
+    what lives as long as this call of `generate()`.
     """
 
     def prepare(
         self: Any, config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         if config.use_cache is False:
-            without(self)
             original(self, config, model_kwargs, mode, batch_size, max_cache_length)
             return
         if config.cache_implementation is not None:  # the configuration is this call's own copy

@@ -17,6 +17,7 @@ from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference
 from autopar.runtime.pipeline import PipelineStep
+from autopar.runtime.refused import check_same_storage, check_trains
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulation import SimulationResult
 from autopar.runtime.stage import StageRun
@@ -276,3 +277,20 @@ def test_tied_gradients_are_added_in_one_order() -> None:
         return PipelineStep._with_tied(step, {"w": terms[rank]}, rank)["w"]
 
     assert len({float(added(rank)) for rank in range(3)}) == 1
+
+
+def test_a_batch_may_use_a_parameter_on_fewer_ranks_and_not_train_it() -> None:
+    """Breaks if a batch that is embedded already is refused where the embedding is tied, if it is trained on with one
+    rank's copy left as it was, or if one that needs parameters where they are not is run.
+    """
+    first = chain_interface(schedule_of("gpipe", 2, 4), 16)
+    assert first.pipeline is not None
+    stages = list(first.pipeline.stages)
+    others = tuple(name for name in stages[0].parameters if name != "table.weight")
+    stages[0] = replace(stages[0], parameters=others)
+    fewer = replace(first, pipeline=replace(first.pipeline, stages=tuple(stages)))
+    check_same_storage(fewer, first, ("pp", "dp"))
+    check_trains(first, first)
+    for check in (lambda: check_trains(fewer, first), lambda: check_same_storage(first, fewer, ("pp", "dp"))):
+        with pytest.raises(AutoparError, match=r"table.weight would have to be on other pipeline ranks"):
+            check()
