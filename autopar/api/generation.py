@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.api.again import same_stages, unused_as_stored
+from autopar.api.exporting import export
 from autopar.api.generation_proof import verify_generation
 from autopar.api.plan import Plan
 from autopar.api.planning import dressed
@@ -229,7 +230,16 @@ class GenerationPlan:
         """Prove the programs together: see `autopar.api.generation_proof.verify_generation`."""
         return verify_generation(self.generation, self.phases, **options)
 
-    def export(self, to: str, *, model: nn.Module | None = None, name: str = "MODEL") -> engines.Exported:
+    def export(
+        self,
+        to: str,
+        *,
+        model: nn.Module | None = None,
+        name: str = "MODEL",
+        weights: str | Path | None = None,
+        folder: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> engines.Exported:
         """The plan for an engine that serves it (see `Plan.export`), with the length that it was planned for, and the
         type in which keys and values are stored. Weights lie alike in both phases.
 
@@ -238,7 +248,7 @@ class GenerationPlan:
         """
         wanted = self.generation
         asked = engines.Served(wanted.prompt + wanted.new_tokens, wanted.cache)
-        return engines.export(self.decode, to, self.decode.model if model is None else model, name, asked)
+        return export(self.decode, to, model, name, asked, weights, folder, progress)
 
     def report(self, path: str | Path, **options: Any) -> Path:
         """Write everything about both phases as one offline HTML file (see `autopar.views.report.phases_report`)."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, overload
 
 from torch import nn
 
+from autopar.api.exporting import export
 from autopar.api.proof import Proof, verify
 from autopar.base import perfetto
 from autopar.base.errors import AutoparError
@@ -59,17 +60,30 @@ class Plan(PlanRecord):
             text = read_text(program, "program", most_bytes=64 * MIB, remedy="name the file of a generated program")
         check_types(text, self.interface, str(program or "<program>"), identity=not types_only)
 
-    def export(self, to: str, *, model: nn.Module | None = None, name: str = "MODEL") -> engines.Exported:
+    def export(
+        self,
+        to: str,
+        *,
+        model: nn.Module | None = None,
+        name: str = "MODEL",
+        weights: str | Path | None = None,
+        folder: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> engines.Exported:
         """The plan for another engine, as text: `transformers-tp-plan` (the arguments of its `DistributedConfig`, as
-        JSON), `vllm`, `sglang` (a command), `tensorrt-llm` (a YAML file).
+        JSON), `vllm`, `sglang` (a command), `tensorrt-llm` (a YAML file). With weights, a folder that it loads; or of
+        `autopar`, a file of weights for each rank, cut as the plan stores them, which `compiled.load(folder)` reads.
 
-        model: what the plan was made for; only a loaded plan needs it, for `transformers-tp-plan`. name: of the weights
-        that are served, a path or a hub's name.
+        model: what the plan was made for; only a loaded plan needs it, for `transformers-tp-plan`, and for weights that
+        are codes. name: of the weights that are served, a path or a hub's name. weights: a folder of safetensors (or
+        one file, a step that was saved, a folder of torch.distributed.checkpoint). folder: that is made of them. They
+        are read part by part. progress: told what is written next, its number, how many there are.
 
         Raises:
-            AutoparError: an unknown engine; what it cannot do, by axis or parameter.
+            AutoparError: an unknown engine; what it cannot do, by axis or parameter; weights that are damaged or others
+                than the plan's; a folder that is there already.
         """
-        return engines.export(self, to, self.model if model is None else model, name)
+        return export(self, to, model, name, None, weights, folder, progress)
 
     @overload
     def explain(  # type: ignore[overload-overlap]

@@ -223,6 +223,15 @@ def model_of_plan(
     return load_model(steps, model, batch, tiny, layers, "meta")
 
 
+def as_planned(model: Any, plan: Plan, weights: Path | None) -> Any:
+    """The model, with its weights as codes where the plan has codes and the checkpoint, too."""
+    if weights is None or not any(each.name.endswith("_codes") for each in plan.interface.parameters):
+        return model
+    import autopar
+
+    return autopar.store_weights(model, like=weights)
+
+
 def names_bundled_model(plan: Plan) -> bool:
     """Whether the plan says how its model is built, by a name of the catalogue: others may be anybody's code."""
     from autopar.cli.models import catalogue

@@ -16,9 +16,11 @@ import typer
 from autopar.base.errors import AutoparError
 from autopar.base.progress import Steps
 from autopar.cli import output as cli_output
-from autopar.cli.input import errors, model_of_plan, names_bundled_model, read_plan, read_plans
+from autopar.cli.input import as_planned, errors, model_of_plan, names_bundled_model, read_plan, read_plans
 from autopar.cli.options import AsJson, Batch, Layers, OfModel, OfPhase, PlanFile, Tiny
 
+MOST_RANKS = 64
+"""Whose bytes are printed, one a line."""
 _LOADS = "Write it by json.dump(compiled.expert_loads(), file): a list of tokens of each expert, by layer"
 
 
@@ -256,31 +258,46 @@ def hand_over(
 def export(
     plan: PlanFile,
     to: Annotated[
-        Literal["transformers-tp-plan", "vllm", "sglang", "tensorrt-llm"],
-        typer.Option(help="The arguments of transformers' DistributedConfig as JSON, a command, a YAML file."),
+        Literal["transformers-tp-plan", "vllm", "sglang", "tensorrt-llm", "autopar"],
+        typer.Option(
+            help="The arguments of transformers' DistributedConfig as JSON, a command, a YAML file; with --weights a "
+            "folder that the engine loads. autopar: a file of weights for each rank, for compiled.load."
+        ),
     ],
     name: Annotated[str, typer.Option(help="Of the weights to serve: a path or a hub's name.")] = "MODEL",
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint to export, too: a folder of safetensors, a saved step, torch's own kind."),
+    ] = None,
     model: OfModel = None,
     batch: Batch = None,
     layers: Layers = None,
     tiny: Tiny = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file instead of the terminal.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file instead of the terminal; with --weights a new folder.")
+    ] = None,
 ) -> None:
-    """Tell PLAN to another engine: how many devices do what, and, for transformers, how each weight is split."""
+    """Tell PLAN to another engine: how many devices do what, and, for transformers, how each weight is split. With
+    --weights, write a folder of the weights that it loads, or for autopar a file for each rank.
+    """
     with Steps() as steps, errors(2):
         from autopar.api.generation import GenerationPlan
 
         found = read_plans(plan)
-        if to == "transformers-tp-plan":
-            one = next(iter(found)) if isinstance(found, GenerationPlan) else found
-            loaded = model_of_plan(steps, plan, one, model, batch, tiny, layers)
-            exported = found.export(to, model=loaded.model, name=name)
-        else:
-            exported = found.export(to, name=name)
-        if output is not None:
+        one = next(iter(found)) if isinstance(found, GenerationPlan) else found
+        wanted = to == "transformers-tp-plan" or model is not None or (weights is not None and names_bundled_model(one))
+        loaded = model_of_plan(steps, plan, one, model, batch, tiny, layers) if wanted else None
+        given = None if loaded is None else as_planned(loaded.model, one, weights)
+        if weights is not None:
+            steps.begin("reading weights")
+        folder = None if weights is None else output
+        exported = found.export(to, model=given, name=name, weights=weights, folder=folder, progress=steps.part)
+        if output is not None and weights is None:
             with cli_output.writing():
                 output.write_text(exported.text, encoding="utf-8")
-    if output is None:
+    if output is None or weights is not None:
         print(exported.text, end="")
+    for rank, size in enumerate(exported.bytes_by_rank[:MOST_RANKS]):
+        print(f"rank {rank}: {size:,} bytes")
     for note in exported.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -245,6 +245,36 @@ def contents_of(plan: PlanRecord, rank: int) -> RankContents:
         if here:
             rows.append((_holding(plan, "parameter", first, here[0], len(here)), len(here)))
     return RankContents(rank, plan.mesh, tuple(rows))
+
+
+Indices = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a contiguous part of a tensor: its first index in each dim, and how many."""
+
+
+def parts_by_rank(plan: PlanRecord, names: Collection[str]) -> list[dict[str, tuple[Indices, ...]]]:
+    """What each rank of the mesh holds of these parameters and buffers between steps, each as contiguous parts."""
+    tensors = [each for each in (*plan.interface.parameters, *plan.interface.buffers) if each.name in names]
+    holdings = [_holding(plan, "tensor", each.name, each, 1) for each in tensors]
+    known: dict[Any, tuple[Indices, ...]] = {}
+    found = []
+    for rank in range(plan.mesh.num_devices):
+        own = {}
+        for holding in holdings:
+            key = rank, holding.shape, holding.splits, holding.stages
+            if key not in known:
+                known[key] = _parts(holding.ranges(rank))
+            if known[key]:
+                own[holding.name] = known[key]
+        found.append(own)
+    return found
+
+
+def _parts(ranges: tuple[Pieces, ...] | None) -> tuple[Indices, ...]:
+    if ranges is None:
+        return ()
+    boxes = itertools.product(*ranges)
+    parts = [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
+    return tuple(part for part in parts if all(part[1]))
 
 
 def splits_of(plan: PlanRecord, tensor: TensorInterface) -> tuple[Split, ...]:

@@ -73,6 +73,69 @@ class Source(NamedTuple):
     regions: tuple[Region, ...]
 
 
+class NewFile:
+    """A new file, written entry after entry, in the order in which they were announced: its header comes first.
+
+    After `add` of all parts of an entry (none of an empty one), `end` gives its first byte and its blocks' hashes. The
+    file is on the disk when `close` returns.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], said: Mapping[str, str] | None = None) -> None:
+        """entries: dtypes of larger elements first, as safetensors wants. said: in the header, beside the format.
+
+        Raises:
+            OSError: there is such a file, or no room.
+        """
+        header = _header(entries, said or {})
+        total = len(header) + sum(entry.bytes for entry in entries)
+        block = MIB
+        while total > block * MOST_BLOCKS:
+            block *= 2
+        self.stored = StoredFile(total, len(header), digest(header), block)
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._begin, self._size = len(header), 0
+        self._hashes: list[str] = []
+        self._hashing = hasher()
+        try:
+            self._write(header)
+        except OSError:
+            self._file.close()
+            raise
+
+    def add(self, part: Tensor) -> None:
+        """The next part of an entry, row-major."""
+        content, block = bytes_of(part), self.stored.block
+        while content:
+            some = content[: block - self._size % block]
+            self._hashing.update(some)  # while the processor's cache has it
+            self._write(some)
+            self._size += len(some)
+            content = content[len(some) :]
+            if self._size % block == 0:
+                self._hashes.append(self._hashing.hexdigest())
+                self._hashing = hasher()
+
+    def end(self, entry: Entry) -> tuple[int, str]:
+        """All of an entry was added."""
+        assert self._size == entry.bytes, entry.key
+        if self._size % self.stored.block:
+            self._hashes.append(self._hashing.hexdigest())
+        found = self._begin, "".join(self._hashes)
+        self._begin, self._size, self._hashes, self._hashing = self._begin + self._size, 0, [], hasher()
+        return found
+
+    def close(self, *, synced: bool = True) -> None:
+        """synced: all is on the disk then."""
+        try:
+            if synced:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def _write(self, content: bytes | memoryview) -> None:
+        _write(self._file.fileno(), content)
+
+
 def write_file(path: Path, entries: Sequence[Entry]) -> tuple[StoredFile, list[tuple[int, str]]]:
     """Write a new file, largest dtypes first. Gives what the manifest says of it, and for each entry, in the order
     given, its first byte and its blocks' hashes.
@@ -81,44 +144,18 @@ def write_file(path: Path, entries: Sequence[Entry]) -> tuple[StoredFile, list[t
         OSError: there is such a file, or no room.
     """
     order = sorted(range(len(entries)), key=lambda at: -entries[at].dtype.itemsize)
-    header = _header([entries[at] for at in order])
-    total = len(header) + sum(entry.bytes for entry in entries)
-    block = MIB
-    while total > block * MOST_BLOCKS:
-        block *= 2
     found: list[tuple[int, str]] = [(0, "")] * len(entries)
-    with open(path, "xb", buffering=0) as file:
-        _write(file.fileno(), header)
-        begin = len(header)
+    file, is_whole = NewFile(path, [entries[at] for at in order]), False
+    try:
         for at in order:
             entry = entries[at]
-            parts = (entry.part(),) if entry.parts is None else entry.parts()
-            hashes, size = _write_hashed(file.fileno(), parts, block)
-            assert size == entry.bytes, entry.key
-            found[at] = begin, "".join(hashes)
-            begin += size
-        os.fsync(file.fileno())
-    return StoredFile(total, len(header), digest(header), block), found
-
-
-def _write_hashed(descriptor: int, parts: Iterable[Tensor], block: int) -> tuple[list[str], int]:
-    """Write the parts one after the other; the hashes of the blocks that they are together, and their bytes."""
-    hashes: list[str] = []
-    hashing, size = hasher(), 0
-    for part in parts:
-        content = bytes_of(part)
-        while content:
-            some = content[: block - size % block]
-            hashing.update(some)  # while the processor's cache has it
-            _write(descriptor, some)
-            size += len(some)
-            content = content[len(some) :]
-            if size % block == 0:
-                hashes.append(hashing.hexdigest())
-                hashing = hasher()
-    if size % block:
-        hashes.append(hashing.hexdigest())
-    return hashes, size
+            for part in (entry.part(),) if entry.parts is None else entry.parts():
+                file.add(part)
+            found[at] = file.end(entry)
+        is_whole = True
+    finally:
+        file.close(synced=is_whole)
+    return file.stored, found
 
 
 def write_whole(path: Path, content: bytes) -> StoredFile:
@@ -133,20 +170,23 @@ def write_whole(path: Path, content: bytes) -> StoredFile:
     return StoredFile(len(content), len(content), digest(content), MIB)
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def stored_sizes(dtype: torch.dtype, sizes: Sequence[int]) -> list[int]:
+    """As a header says them: with one dim more, of an element's bytes, where safetensors has no such dtype."""
+    return list(sizes) if NAMES[dtype] in CODES else [*sizes, dtype.itemsize]
+
+
+def _header(entries: Sequence[Entry], said: Mapping[str, str]) -> bytes:
     """As of safetensors: the length of a JSON text, and the text, filled up to a multiple of 8."""
     described, begin = {}, 0
     for entry in entries:
-        name = NAMES[entry.dtype]
-        shape = list(entry.sizes) if name in CODES else [*entry.sizes, entry.dtype.itemsize]
         described[entry.key] = {
-            "dtype": CODES.get(name, "U8"),
-            "shape": shape,
+            "dtype": CODES.get(NAMES[entry.dtype], "U8"),
+            "shape": stored_sizes(entry.dtype, entry.sizes),
             "data_offsets": [begin, begin + entry.bytes],
         }
         begin += entry.bytes
     assert len(described) == len(entries), "keys of a file are different"
-    text = json.dumps({"__metadata__": {"format": "pt"}, **described}, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": {"format": "pt", **said}, **described}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import torch
@@ -22,8 +22,9 @@ from autopar import __version__
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.conversion import has_table
 from autopar.base.torch_compat.checkpoints import write_tensors
-from autopar.runtime.checkpoint.blocks import Entry, sync_folder, write_file
+from autopar.runtime.checkpoint.blocks import Entry, sync_folder, write_file, write_whole
 from autopar.runtime.checkpoint.boxes import Box, whole_of
+from autopar.runtime.checkpoint.folders import new_folder
 from autopar.runtime.checkpoint.formats import PART_BYTES, Kind, Weight, as_held, as_stored, parts_of, weights_of
 from autopar.runtime.checkpoint.manifest import NAME, Manifest, Run, StoredFile, StoredTensor
 from autopar.runtime.checkpoint.pretrained import INDEX
@@ -46,6 +47,7 @@ def convert(
     prefix: str = "",
     experts: str | None = None,
     model_type: str | None = None,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> list[Path]:
     """Write the weights of a folder, of whatever kind, as another folder; its files.
 
@@ -54,12 +56,11 @@ def convert(
     what torch.distributed.checkpoint loads, "autopar" a step 0 for compiled.load. step: of ours; None the newest.
     prefix: of the names in a folder of torch's, which is left out (or put there, with to="torch"). experts: "single" or
     "stacked", the two ways in which mixtures are stored, as transformers does for `model_type`; None as they are.
+    beside: files that the folder has, too, by name.
 
     Raises:
         AutoparError: `out` is there already, arguments that are none, or something is damaged; nothing is left then.
     """
-    if out.exists():
-        raise AutoparError(f"{out} is there already", remedy="Give the name of a folder that is to be made")
     wanted = None if dtype is None else DTYPES.get(dtype)
     if dtype is not None and (wanted is None or not wanted.is_floating_point):
         raise AutoparError(f"{dtype} is no floating-point dtype", remedy="Use float32, float16, bfloat16")
@@ -74,23 +75,16 @@ def convert(
             weights = _regrouped(weights, experts, model_type or found.model_type)
         if to == "torch" and prefix:
             weights = {f"{prefix}{name}": each for name, each in weights.items()}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        try:
-            writers: Mapping[str, Callable[[Path, dict[str, Weight], torch.dtype | None], None]] = {
-                "huggingface": _huggingface, "torch": _torch, "autopar": _autopar,
-            }  # fmt: skip
+        writers: Mapping[str, Callable[[Path, dict[str, Weight], torch.dtype | None], None]] = {
+            "huggingface": _huggingface, "torch": _torch, "autopar": _autopar,
+        }  # fmt: skip
+        with new_folder(out) as made:
             writers[to](made, weights, wanted)
             for name in BESIDE if found.kind == to == "huggingface" and folder.is_dir() else ():
-                if (folder / name).is_file():
+                if name not in beside and (folder / name).is_file():
                     shutil.copyfile(folder / name, made / name)
-            made.chmod(0o755)
-            sync_folder(made)
-            made.rename(out)
-        except OSError as error:
-            raise AutoparError("the weights cannot be written", where=str(out), values=str(error)) from error
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+            for name, content in beside.items():
+                write_whole(made / name, content)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 

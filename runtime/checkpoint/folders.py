@@ -13,7 +13,10 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,6 +80,31 @@ def step_at(folder: Path, step: int | None = None) -> Path:
         values=f"steps {there}" if there else None,
         remedy="Give a folder that compiled.save has written; compiled.load_pretrained reads folders of *.safetensors",
     )
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder under another name, which is `out` when all that was written into it is on the disk; else nothing is.
+
+    Raises:
+        AutoparError: `out` is there already, or cannot be written.
+    """
+    if out.exists() or out.is_symlink():
+        raise AutoparError(f"{out} is there already", remedy="Give the name of a folder that is to be made")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise AutoparError(f"the folder {out} cannot be made", values=str(error)) from error
+    try:
+        yield made
+        made.chmod(0o755)
+        sync_folder(made)
+        made.rename(out)
+    except OSError as error:
+        raise AutoparError("the weights cannot be written", where=str(out), values=str(error)) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 class Known:

@@ -8,7 +8,9 @@ on the way; a block that is not as it was written ends it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,9 +27,17 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor
 from autopar.runtime.checkpoint import folders
 from autopar.runtime.checkpoint.blocks import Files, Region, Source, fill_all, opened
-from autopar.runtime.checkpoint.boxes import Box, intersection
+from autopar.runtime.checkpoint.boxes import Box, intersection, whole_of
 from autopar.runtime.checkpoint.contents import Contents, boxes_of, set_extra_states, tensors_of
-from autopar.runtime.checkpoint.manifest import PLAN, Manifest, StoredOptimizer, StoredTensor, damaged, read_manifest
+from autopar.runtime.checkpoint.manifest import (
+    PLAN,
+    Manifest,
+    PieceRow,
+    StoredOptimizer,
+    StoredTensor,
+    damaged,
+    read_manifest,
+)
 from autopar.runtime.checkpoint.random_state import set_random_state
 from autopar.runtime.checkpoint.tree import DTYPES, NAMES, decode
 from autopar.runtime.engine import Engine
@@ -56,6 +66,7 @@ class _Work:
     manifest: Manifest
     folder: Path
     sources: list[Source] = field(default_factory=list)
+    favourites: dict[str, int] = field(default_factory=dict)
     then: list[Callable[[], None]] = field(default_factory=list)
 
     def want(self, name: str, stored: StoredTensor, tensor: Tensor) -> None:
@@ -74,6 +85,9 @@ class _Work:
                 remedy="Load the checkpoint of this configuration; load_pretrained converts dtypes of weights alone",
             )
         wanted = boxes_of(tensor)
+        copied = self.manifest.copies.get(name, ()) and [*stored.pieces, *self.manifest.copies[name]]
+        if copied:
+            wanted = tuple(each for each in wanted if not self._from_favourite(name, each, copied, local, stored.dtype))
         for (file, begin, _, _, hashes), piece in zip(stored.pieces, stored.boxes, strict=True):
             regions = [
                 Region(shared.within(piece), local.detach()[place][shared.within(box).slices()])
@@ -83,6 +97,33 @@ class _Work:
             if regions:
                 dtype = DTYPES[stored.dtype]
                 self.sources.append(Source(name, file, begin, dtype, piece.sizes, hashes, tuple(regions)))
+
+    def favour(self, wanted: Iterable[tuple[str, StoredTensor, Tensor]]) -> None:
+        """Of files that have the same, this rank reads those that have most of what it holds, in its own pieces: one of
+        a rank that holds the same, where there is one.
+        """
+        if not self.manifest.copies:
+            return
+        found: Counter[str] = Counter()
+        for name, stored, tensor in wanted:
+            own = {(box.offsets, box.sizes) for box, _ in boxes_of(tensor)}
+            for file, _, offsets, sizes, _ in (*stored.pieces, *self.manifest.copies.get(name, ())):
+                if (tuple(offsets), tuple(sizes)) in own:
+                    found[file] += math.prod(sizes) * DTYPES[stored.dtype].itemsize
+        self.favourites = {file: at for at, (file, _) in enumerate(found.most_common())}
+
+    def _from_favourite(
+        self, name: str, wanted: tuple[Box, Any], rows: Sequence[PieceRow], local: Tensor, dtype: str
+    ) -> bool:
+        """Whether one of these pieces is just what is wanted, which then is read of the best file."""
+        box, place = wanted
+        same = [row for row in rows if (tuple(row[2]), tuple(row[3])) == (box.offsets, box.sizes)]
+        if not same:
+            return False
+        file, begin, _, _, hashes = min(same, key=lambda row: self.favourites.get(row[0], len(self.favourites)))
+        region = Region(whole_of(box.sizes), local.detach()[place])
+        self.sources.append(Source(name, file, begin, DTYPES[dtype], box.sizes, hashes, (region,)))
+        return True
 
     def data(self, tree: Any, what: str, like: Tensor | None = None) -> Any:
         """The data of a tree of the manifest; its tensors are filled when all is read. like: the parameter that some
@@ -199,6 +240,7 @@ def _plan(work: _Work, model: nn.Module, engine: Engine, optimizers: Sequence[Op
     """All that this rank is to read, without changing a value."""
     targets = _model_targets(work, model, engine)
     contents = Contents(model, engine)
+    work.favour(targets)
     for name, stored, tensor in targets:
         work.want(name, stored, tensor)
     for optimizer, stored_one in zip(optimizers, work.manifest.optimizers):

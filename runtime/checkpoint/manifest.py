@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -132,7 +132,8 @@ class Run:
 @dataclass(frozen=True)
 class Manifest:
     """model: parameters and persistent buffers by name. state: other tensors. random: of torch, NumPy and Python.
-    modules: what modules say of themselves beside tensors (`get_extra_state`).
+    modules: what modules say of themselves beside tensors (`get_extra_state`). copies: pieces of the model's tensors
+    that other files have once more, by name: each rank's file has all that the rank holds (`sharded.py`).
     """
 
     step: int
@@ -146,6 +147,7 @@ class Manifest:
     random: ByRank | None = None
     extra: Any = None
     modules: Any = None
+    copies: dict[str, list[PieceRow]] = field(default_factory=dict)
     format: Literal[1] = 1
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -258,6 +260,11 @@ def check(manifest: Manifest) -> None:
                 raise ValueError(f"{each[:200]} is two tensors")
         for (file_name, *_), box in zip(tensor.pieces, tensor.boxes, strict=True):
             held[file_name] += box.numel * DTYPES[tensor.dtype].itemsize
+    for name, rows in manifest.copies.items():
+        if name not in manifest.model:
+            raise ValueError(f"copies of {name[:200]}, which is not there")
+        for file_name, size in _check_copies(name, manifest.model[name], rows, manifest.files):
+            held[file_name] += size
     for name, size in held.items():
         if size > manifest.files[name].bytes - manifest.files[name].header:
             raise ValueError(f"the file {name[:80]} is said to hold {size} bytes of tensors, more than it has")
@@ -277,19 +284,42 @@ def _check_tensor(tensor: StoredTensor, known: Mapping[str, StoredFile]) -> None
         raise ValueError(f"{tensor.dtype[:40]!r} is no dtype")
     if len(tensor.shape) > MOST_DIMS or any(size < 0 for size in tensor.shape) or tensor.bytes > typed.LARGEST:
         raise ValueError(f"{str(tensor.shape)[:80]} is no shape")
-    for (name, begin, _, _, hashes), box in zip(tensor.pieces, tensor.boxes, strict=True):
-        if name not in known:
-            raise ValueError(f"its piece is in {name[:80]!r}, which is no file of the checkpoint")
-        file = known[name]
-        if any(size < 0 for size in box.sizes):
-            raise ValueError(f"its piece is {box.sizes}")
-        size = box.numel * DTYPES[tensor.dtype].itemsize
-        if begin < file.header or begin + size > file.bytes:
-            raise ValueError(f"its piece is at bytes {begin} … {begin + size} of {name[:80]}, which has {file.bytes}")
-        if len(hashes) != DIGITS * -(-size // file.block):
-            raise ValueError(f"its piece of {size} bytes has {len(hashes)} digits of hashes")
+    for row in tensor.pieces:
+        _check_piece(row, tensor.dtype, known)
     if not covers(tensor.boxes, tensor.shape):
         raise ValueError(f"its pieces do not have each element once: {why_not(tensor.boxes, tensor.shape)}")
+
+
+def _check_piece(row: PieceRow, dtype: str, known: Mapping[str, StoredFile]) -> int:
+    """Its bytes."""
+    name, begin, _, sizes, hashes = row
+    if name not in known:
+        raise ValueError(f"its piece is in {name[:80]!r}, which is no file of the checkpoint")
+    file = known[name]
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"its piece is {sizes}")
+    size = math.prod(sizes) * DTYPES[dtype].itemsize
+    if begin < file.header or begin + size > file.bytes:
+        raise ValueError(f"its piece is at bytes {begin} … {begin + size} of {name[:80]}, which has {file.bytes}")
+    if len(hashes) != DIGITS * -(-size // file.block):
+        raise ValueError(f"its piece of {size} bytes has {len(hashes)} digits of hashes")
+    return size
+
+
+def _check_copies(
+    name: str, tensor: StoredTensor, rows: Sequence[PieceRow], known: Mapping[str, StoredFile]
+) -> Iterator[tuple[str, int]]:
+    """Files and bytes of copies. Each is of a piece, and has its hashes where its file is cut into like blocks."""
+    pieces = {(tuple(offsets), tuple(sizes)): (file, hashes) for file, _, offsets, sizes, hashes in tensor.pieces}
+    for row in rows:
+        try:
+            size = _check_piece(row, tensor.dtype, known)
+        except ValueError as error:
+            raise ValueError(f"{name[:200]}: {error}") from error
+        file, hashes = pieces.get((tuple(row[2]), tuple(row[3])), ("", ""))
+        if not file or (known[file].block == known[row[0]].block and hashes != row[4]):
+            raise ValueError(f"{name[:200]}: a copy in {row[0][:80]} is of no piece")
+        yield row[0], size
 
 
 def check_file_name(name: str) -> None:

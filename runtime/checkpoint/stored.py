@@ -5,7 +5,7 @@ codes of other tools.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,8 +38,7 @@ def load_pretrained(
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     model_type = model_type if isinstance(model_type, str) else ""
     stored = pretrained.files_by_name(path)
-    is_coded = quantized.has_codes(stored) or any(name.endswith(coded_stacks.BLOCKS) for name in stored)
-    if not is_coded:
+    if not has_codes(stored):
         if not model_type or not path.is_dir() or not has_table(model_type):
             pretrained.load_pretrained(model, path, device, elsewhere)
             return
@@ -47,10 +46,7 @@ def load_pretrained(
             pretrained.load_pretrained(model, path, device, elsewhere)
             return
     with weights_of(path) as found, torch.no_grad():
-        weights = dict(found.weights)
-        if is_coded:
-            weights = _read_codes(weights, path, model, model_type)
-        weights = as_held(weights, model_type)
+        weights = held_by(found.weights, path, model, model_type)
         rounded: set[tuple[torch.dtype, torch.dtype]] = set()
         for names, target in pretrained.wanted(model, device, elsewhere, weights, path):
             if target is None:
@@ -79,6 +75,29 @@ def load_pretrained(
             f"autopar: scales of {path} are {given}, and rounded to the model's {kept}; a model in "
             f"{given} has the checkpoint's own", stacklevel=3,
         )  # fmt: skip
+
+
+def has_codes(names: Collection[str]) -> bool:
+    """Whether a checkpoint with these names has weights as codes of another tool."""
+    return quantized.has_codes(names) or any(name.endswith(coded_stacks.BLOCKS) for name in names)
+
+
+def held_by(weights: Mapping[str, Weight], path: Path, model: nn.Module | None, model_type: str) -> dict[str, Weight]:
+    """The weights of a checkpoint by the names, and in the form, in which a model has them. model: needed where the
+    checkpoint has codes. model_type: transformers' word for it, "" for none.
+
+    Raises:
+        AutoparError: codes that cannot be read, or without a model.
+    """
+    found = dict(weights)
+    if has_codes(found):
+        if model is None:
+            raise AutoparError(
+                f"{path} has weights as codes, and how the model keeps them is not known",
+                remedy="name the model: --model MODEL, or export the plan where it was made",
+            )
+        found = _read_codes(found, path, model, model_type)
+    return as_held(found, model_type)
 
 
 def _read_codes(weights: Mapping[str, Weight], path: Path, model: nn.Module, model_type: str) -> dict[str, Weight]:

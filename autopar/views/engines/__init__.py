@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.base.errors import AutoparError
@@ -25,14 +26,28 @@ SERVERS: Mapping[str, Callable[[Layout, str, Served], str]] = {
 }
 """Engines that split weights by rules of their own: they are told sizes."""
 TARGETS = ("transformers-tp-plan", *SERVERS)
+OWN = "autopar"
+"""Not an engine: weights cut as the plan stores them, which `compiled.load` reads."""
+
+
+class Raw(str):
+    """A name of weights that a shell is to read."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """text: a file, or a command. notes: what of the plan the engine is not told, and what it does otherwise."""
+    """text: a file, or a command. notes: what of the plan the engine is not told, and what it does otherwise.
+
+    folder: with weights, what was written. bytes_by_rank: what each rank of the plan reads of it, parameters as
+    predicted, and buffers.
+    """
 
     text: str
     notes: tuple[str, ...] = ()
+    folder: Path | None = None
+    bytes_by_rank: tuple[int, ...] = ()
 
 
 def export(
@@ -48,14 +63,16 @@ def export(
     """
     if to not in TARGETS:
         raise AutoparError(
-            f"unknown engine {to!r}{did_you_mean(to, TARGETS)}", remedy=f"use one of {', '.join(TARGETS)}"
+            f"unknown engine {to!r}{did_you_mean(to, (*TARGETS, OWN))}",
+            remedy=f"use one of {', '.join(TARGETS)}; {OWN} with weights",
         )
     layout = Layout.of(plan)
     if to in SERVERS:
         served = served or Served()
         if not name.isprintable():
             raise AutoparError(f"{name!r} names no weights", remedy="name a path or a hub's name, in one line")
-        return Exported(SERVERS[to](layout, shlex.quote(name), served), servers.notes(layout, to, served))
+        named = name if isinstance(name, Raw) else shlex.quote(name)
+        return Exported(SERVERS[to](layout, named, served), servers.notes(layout, to, served))
     if model is None:
         raise AutoparError(
             "a plan for transformers names modules, and this one was loaded without its model",

@@ -1,0 +1,113 @@
+"""Small models of many architectures, as transformers builds them, and a prompt: their caches hold different things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORDS: dict[str, Any] = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 64, **WORDS,
+}  # fmt: skip
+HEADS: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
+LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ENCODER: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 96,
+    "bos_token_id": 0, "decoder_start_token_id": 2, "eos_token_id": 2,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {**HEADS, "num_hidden_layers": 3}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **WORDS}),
+    # Windows of convolutions and recurrent states, no keys.
+    "mamba": (
+        "Mamba",
+        {**LAYERS, **WORDS, "hidden_size": 32, "state_size": 4, "time_step_rank": 4, "use_mambapy": False},
+    ),
+    # A layer of each kind.
+    "lfm2": ("Lfm2", {**HEADS, **LAYERS, "layer_types": ["conv", "full_attention"]}),
+    # Keys and values of what an encoder gave, too.
+    "t5": (
+        "T5",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96,
+         "decoder_start_token_id": 0, "eos_token_id": 2},
+    ),
+    "bart": ("Bart", {**ENCODER, "max_position_embeddings": 64, "pad_token_id": 1, "forced_eos_token_id": 2}),
+    "mixtral": ("Mixtral", {**HEADS, **LAYERS, **EXPERTS}),
+    # A window that is shorter than what is generated, norms of queries and keys.
+    "gemma3": (
+        "Gemma3",
+        {**HEADS, **LAYERS, "head_dim": 8, "sliding_window": 5,
+         "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    # Latent attention, experts in groups, one that is shared.
+    "deepseek_v3": ("DeepseekV3", {**SIZES, **LAYERS, **LATENT, "num_key_value_heads": 4}),
+    # Sinks, windows, experts with biases.
+    "gpt_oss": ("GptOss", {**HEADS, **LAYERS, **EXPERTS, "head_dim": 8, "sliding_window": 5}),
+    "whisper": (
+        "Whisper",
+        {**ENCODER, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64, "pad_token_id": 1,
+         "decoder_start_token_id": 4,
+         "suppress_tokens": None, "begin_suppress_tokens": None},
+    ),
+    # Positions as a bias of the scores.
+    "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, **WORDS}),
+    # A part of each head is rotated, attention and products side by side.
+    "gpt_neox": ("GPTNeoX", {**SIZES, **LAYERS}),
+    # Attention and a state-space layer side by side in each layer.
+    "falcon_h1": (
+        "FalconH1",
+        {**HEADS, **LAYERS, "head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
+         "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4},
+    ),
+    # One head of keys for all.
+    "falcon": ("Falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **WORDS}),
+    "opt": (
+        "OPT",
+        {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 64, "word_embed_proj_dim": 32, **WORDS},
+    ),
+}  # fmt: skip
+CLASSES: dict[str, tuple[str, str]] = {
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
+    "T5": ("T5Config", "T5ForConditionalGeneration"),
+    "Bart": ("BartConfig", "BartForConditionalGeneration"),
+    "Whisper": ("WhisperConfig", "WhisperForConditionalGeneration"),
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+
+
+GAIN = 8.0
+"""Of matrices as transformers draws them, with which 32 features stay as large as they are."""
+
+
+def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model with random weights, and prompts of different lengths, padded on the left (of Whisper: sounds)."""
+    import transformers
+    from transformers.pytorch_utils import Conv1D
+
+    kind, options = KINDS[name]
+    torch.manual_seed(0)
+    config_name, model_name = CLASSES.get(kind, (f"{kind}Config", f"{kind}ForCausalLM"))
+    config = getattr(transformers, config_name)(**options)
+    build: Callable[[Any], Any] = getattr(transformers, model_name)
+    model = build(config).eval()
+    with torch.no_grad():  # as large as in a wide model, so that tokens depend on all positions before them
+        for part in model.modules():
+            if isinstance(part, torch.nn.Linear | Conv1D) and part is not model.get_output_embeddings():
+                part.weight.mul_(GAIN)
+    if name == "whisper":
+        return model, {"input_features": torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(1))}
+    ids = torch.randint(5, 96, (4, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return model, {"input_ids": ids, "attention_mask": mask}
