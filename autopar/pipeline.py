@@ -278,13 +278,17 @@ def _capture(request: Attempt) -> Program:
 
 
 def _captured(request: Attempt) -> Program:
+    tells_ways = request.microbatches == 1 and request.pipeline is None
+
     def captured(inputs: Mapping[str, Any]) -> Program:
-        return capture(request.model, inputs, precision=request.precision, training=request.training)
+        return capture(
+            request.model, inputs, precision=request.precision, training=request.training, tells_ways=tells_ways
+        )
 
     first = one_microbatch(request.inputs, request.microbatches) if request.microbatches > 1 else None
-    if "whole" not in request.captured:
-        request.captured["whole"] = captured(request.inputs)
-    whole = request.captured["whole"]
+    whole = request.captured.get("whole")
+    if whole is None or (whole.branches and not tells_ways):
+        whole = request.captured["whole"] = captured(request.inputs)
     if first is None:
         return replace(whole, share=_share(request))
     if request.microbatches not in request.captured:

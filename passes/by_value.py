@@ -51,12 +51,13 @@ class ByValue(TorchFunctionMode):
     """While a model is traced: what is made of some inputs' values is known.
 
     decided: the names of inputs whose values decided something -> the model's line that asked first. looked_up: of
-    inputs that choose rows of a table, as tokens do: they differ in every batch.
+    inputs that choose rows of a table, as tokens do: they differ in every batch. leaves_branches: whether programs say
+    which way branches go (`branches.py`), which then decide nothing here.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], leaves_branches: bool = False) -> None:
         super().__init__()
-        self.values = values
+        self.values, self._leaves_branches = values, leaves_branches
         self._known: dict[int, _Known] = {}
         self.decided: dict[str, str] = {}
         self.looked_up: set[str] = set()
@@ -86,7 +87,8 @@ class ByValue(TorchFunctionMode):
             return self._mixed(func, name, args, kwargs, known)
         if not tensors:
             return self._traced(func, args, kwargs, sources)
-        asks = name in _ASKING
+        left = name == "__bool__" and self._leaves_branches and not sources <= self.decided.keys()
+        asks = name in _ASKING and not left
         if asks or name in _SIZING or name == "repeat_interleave" or _has_masks(name, args):
             found = self._value(func, args, kwargs)
             if found is not None:

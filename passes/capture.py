@@ -33,6 +33,7 @@ from autopar.passes import inner_gradients, mutation, seeds
 from autopar.passes.avoidable import argument_instead
 from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
+from autopar.passes.branches import Branches, ways_of
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.chosen import Chosen
@@ -60,7 +61,12 @@ LEAST_BLOCKS = 2
 
 
 def capture(
-    model: nn.Module, inputs: Mapping[str, Any], *, precision: torch.dtype | None = None, training: bool = True
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    precision: torch.dtype | None = None,
+    training: bool = True,
+    tells_ways: bool = False,
 ) -> Program:
     """Trace `model(**inputs)` on fake tensors: nothing is computed but what the model makes of Python's own numbers.
 
@@ -68,6 +74,8 @@ def capture(
         inputs: keyword arguments; the global batch. Tensors may be on any device; everything else is a constant.
         precision: compute dtype of the floating-point parameters and inputs; None keeps the model's own.
         training: whether gradients are wanted (dropout follows each module's own mode).
+        tells_ways: whether the program may say which way branches go that values decide (`branches.py`), to be run
+            anew where they go another one.
 
     Raises:
         AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
@@ -87,7 +95,9 @@ def capture(
                 program = _with_repeated_blocks(
                     model, precision, batch, names, chosen, bool(caches.states_among(inputs))
                 )
-        return _whole(model, precision, batch, names, inputs, chosen) if program is None else program
+        return (
+            _whole(model, precision, batch, names, inputs, chosen, tells_ways, training) if program is None else program
+        )
 
     others = seeds.others(model)
 
@@ -196,6 +206,8 @@ def _whole(
     names: list[str | None],
     inputs: Mapping[str, Any],
     chosen: Chosen,
+    tells_ways: bool,
+    training: bool,
 ) -> Program:
     """The program, everything traced. Where values of inputs decide what is done, it is for these alone, or for the
     usual case; those of tokens, which choose rows of a table, differ in every batch, so they decide nothing.
@@ -205,20 +217,25 @@ def _whole(
     packs, kept_values = False, None
     changed: Decides | None = None
     held = _held(model)
+    now = {**held, **_measured(inputs), **_marks(inputs)}
+    # What may repeat a call at once, without gradients, is told that its batch is otherwise: it does not wait for it.
+    leaves = tells_ways and (training or bool(ways_of(model)))
     files: list[dict[str, Any]] = []
     while True:
-        mode, known = compat.fake_mode(), ByValue(values)
-        usual = Usual(_measured(inputs), _marks(inputs), held)
+        mode, known = compat.fake_mode(), ByValue(values, leaves)
+        usual = Usual(_measured(inputs), _marks(inputs), held, leaves)
         clone = traced_copy(model, precision, mode)
         counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone)
         clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers, usual).within(clone.forward)
+        branches = Branches(clone, now, None if tells_ways else usual)
+        clone.forward = branches.within(clone)
         modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted))
         try:
             with whole_numbers(numbers, files):
-                exported = _export(clone, batch(mode), numbers, *modes)
+                exported = _export(clone, batch(mode), branches, numbers, *modes)
         except AutoparError as error:
             if changed is not None and compat.is_data_dependent(error.__cause__ or error):
                 raise changed from error
@@ -237,12 +254,13 @@ def _whole(
         differing = known.looked_up & known.decided.keys()
         if not differing:
             try:
-                program = usual.noted(to_program(model, precision, exported, names))
+                program = usual.noted(to_program(model, precision, exported, names, branches=branches.taken))
                 break
             except Decides as error:
                 if changed is not None:
                     raise
                 # The number is read in each step, then.
+                leaves = tells_ways
                 changed, files = error, list(usual.asked_by.values())
                 held = {name: buffer for name, buffer in held.items() if name not in usual.asked_of}
                 continue
@@ -251,7 +269,9 @@ def _whole(
         f"for these values of {name}, which decide what is done ({line}): others are planned for anew"
         for name, line in sorted(known.decided.items())
     )
-    return replace(program, by_value=tuple(sorted(known.decided)), notes=(*program.notes, *notes, *kept.notes))
+    return replace(
+        program, by_value=tuple(sorted(known.decided)), notes=(*program.notes, *notes, *branches.notes, *kept.notes)
+    )
 
 
 def _given(known: ByValue, chosen: Chosen, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,15 +321,15 @@ def _marks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _export(
-    model: nn.Module, arguments: Mapping[str, Any], numbers: Numbers, *modes: TorchFunctionMode
+    model: nn.Module, arguments: Mapping[str, Any], branches: Branches, numbers: Numbers, *modes: TorchFunctionMode
 ) -> torch.export.ExportedProgram:
-    """modes: of functions, entered in this order, behind that of numbers."""
+    """modes: of functions, entered in this order, behind those of branches and numbers."""
     try:
         with ExitStack() as entered:
             entered.enter_context(words.noted(model))
             entered.enter_context(huggingface.training_capture(model))
             entered.enter_context(as_operators(model))
-            for mode in (numbers, seeds.Seeds(type(model).__name__), ChecksPass(model), *modes):
+            for mode in (branches, numbers, seeds.Seeds(type(model).__name__), ChecksPass(model), *modes):
                 entered.enter_context(mode)
             hook = model.register_forward_hook(lambda _, __, output: compat.see_into(output))
             entered.callback(hook.remove)

@@ -187,22 +187,22 @@ def passing(frame: FrameType) -> bool | None:
     for node in ast.walk(source.tree):
         found = None
         if isinstance(node, ast.Assert):
-            found = _wanted_of(node.test, True, places)
+            found = wanted_of(node.test, True, places)
         elif isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)):
-            found = _wanted_of(node.test, not _raises(node.body), places)
+            found = wanted_of(node.test, not _raises(node.body), places)
         if found is not None:
             return found
     return None
 
 
-def _wanted_of(node: ast.expr, wanted: bool, places: set[Span]) -> bool | None:
+def wanted_of(node: ast.expr, wanted: bool, places: set[Span]) -> bool | None:
     """What the part of a test that stands at one of some places has to give for all of it to be what is wanted."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return _wanted_of(node.operand, not wanted, places)
+        return wanted_of(node.operand, not wanted, places)
     parts = node.values if isinstance(node, ast.BoolOp) else []
     if isinstance(node, ast.Call) and _name(node.func) == "bool":
         parts = node.args
-    found = [each for part in parts if (each := _wanted_of(part, wanted, places)) is not None]
+    found = [each for part in parts if (each := wanted_of(part, wanted, places)) is not None]
     return wanted if span(node) in places else next(iter(found), None)
 
 

@@ -147,7 +147,7 @@ def interface_of(program: Program) -> ProgramInterface:
     return ProgramInterface(
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
         program.microbatches * program.together, updates, pipeline_interface(program), program.by_value,
-        program.granted, experts=exchanged_experts(program), beside=beside,
+        program.granted, experts=exchanged_experts(program), beside=beside, branches=program.branches,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
-from autopar.ir.program import Program
+from autopar.ir.program import BRANCH, Branch, Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef, Variable
@@ -39,9 +39,11 @@ def to_program(
     exported: torch.export.ExportedProgram,
     names: list[str | None],
     blocks: Blocks | None = None,
+    branches: Sequence[Branch] = (),
 ) -> Program:
     """names: of the leaves of the batch, None for those that are no tensors. blocks: those that were traced once, whose
-    repetitions are written out.
+    repetitions are written out. branches: where there are any, the number of the first that goes another way is
+    returned beside the results.
 
     Raises:
         AutoparError: what a program cannot say: autocast in forward, inputs and parameters that change, outputs that
@@ -92,7 +94,7 @@ def to_program(
     _reorder_placeholders(graph, [held[slot.name] for slot in slots] + input_nodes)
     row_of = {place: number for number, row in enumerate(written.rows) for place in row.results}
     buffers = {alias: variables[name].type.dtype for alias, name in (*zip(variables, variables), *tied.items())}
-    outputs, output_names, output_leaves, changed, places = _outputs(exported, graph, row_of, buffers)
+    outputs, output_names, output_leaves, changed, places = _outputs(exported, graph, row_of, buffers, bool(branches))
     folded = tuple(
         replace(row.folded, outputs={places[place]: again for place, again in row.results.items()})
         for row in written.rows
@@ -106,13 +108,20 @@ def to_program(
         tuple(ValueRef(0, i) for i in range(len(output_names))),
         output_names,
         tuple(variables.values()),
-        output_spec=exported.call_spec.out_spec,
+        output_spec=_spec_of(exported, bool(branches)),
         output_leaves=output_leaves,
         constants=constants,
         updates=tuple(updated),
         folded=folded,
         notes=notes,
+        branches=tuple(branches),
     )
+
+
+def _spec_of(exported: torch.export.ExportedProgram, has_branches: bool) -> Any:
+    """The spec of what the model returns."""
+    spec: Any = exported.call_spec.out_spec
+    return spec.child(0) if has_branches else spec
 
 
 def _written_out(
@@ -235,6 +244,7 @@ def _outputs(
     graph: fx.Graph,
     repeated: Container[int],
     buffers: Mapping[str, torch.dtype],
+    has_branches: bool,
 ) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | str | None, ...], tuple[str, ...], dict[int, str]]:
     """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, a
     text, or None; then the names of the buffers that the remaining values replace; and the names of outputs by their
@@ -245,7 +255,8 @@ def _outputs(
     """
     output = next(node for node in graph.nodes if node.op == "output")
     specs = exported.graph_signature.output_specs
-    every = compat.output_names(exported.call_spec.out_spec, sum(spec.kind.name == "USER_OUTPUT" for spec in specs))
+    count = sum(spec.kind.name == "USER_OUTPUT" for spec in specs) - has_branches
+    every = (*compat.output_names(_spec_of(exported, has_branches), count), *((BRANCH,) if has_branches else ()))
     results: list[fx.Node] = []
     leaves: list[int | str | None] = []
     changed: dict[str, fx.Node] = {}
@@ -286,4 +297,10 @@ def _outputs(
     graph.output(tuple(returned))
     titles = (*names, *changed)
     ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(titles, returned, strict=True))
-    return ports, names, tuple(leaves), tuple(changed), {place: every[leaf] for place, leaf in leaf_at.items()}
+    return (
+        ports,
+        names,
+        tuple(leaves[: len(leaves) - has_branches]),
+        tuple(changed),
+        {place: every[leaf] for place, leaf in leaf_at.items()},
+    )

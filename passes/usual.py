@@ -23,7 +23,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -55,6 +55,10 @@ _PLAIN = frozenset(
 """Methods that change nothing, draw nothing and mind no values."""
 
 
+MOST_ROUNDS = 32
+"""Rounds of a loop of which a program says whether it is left there; it runs through others."""
+
+
 class Decides(AutoparError):
     """A buffer decides what is done that forward changes."""
 
@@ -65,14 +69,20 @@ class Usual(TorchFunctionMode):
     inputs: of the example, whose values may tell what is usual, by name. marks: masks, tokens and labels, which tell
     whether anything is marked. buffers: of the model, whose values may decide. taken: what was taken for granted, in
     words with the model's line. asked_of: buffers whose values did decide, each with the first line that asked.
+    leaves_branches: whether a program says which way branches go (`branches.py`), which are then not taken for granted.
     asked_by: the global names of code that made a number of one by `int`.
     """
 
     def __init__(
-        self, inputs: Mapping[str, Tensor], marks: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+        self,
+        inputs: Mapping[str, Tensor],
+        marks: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        leaves_branches: bool = False,
     ) -> None:
         super().__init__()
         self.inputs, self.marks, self.buffers = inputs, marks, buffers
+        self.leaves_branches = leaves_branches
         self.taken: dict[str, None] = {}
         self.asked_of: dict[str, str] = {}
         self.asked_by: dict[int, dict[str, Any]] = {}
@@ -80,10 +90,11 @@ class Usual(TorchFunctionMode):
         self._traced: dict[fx.Node, Tensor] = {}
         self._marked: dict[fx.Node, Tensor] = {}
         self._usual: list[Tensor] = []
+        self._rounds = Counter[str]()
 
     def passes(self, asked: Tensor, wanted: bool, frame: FrameType) -> bool:
         """What a check has to give for nothing to be raised."""
-        self._take((asked != 0) == wanted, f"that the check at {_line(frame)} passes")
+        self._take((asked != 0) == wanted, f"that the check at {line_of(frame)} passes")
         return wanted
 
     def takes_rows(self, mask: Tensor, line: str) -> None:
@@ -93,6 +104,10 @@ class Usual(TorchFunctionMode):
     def takes_numbers(self, differ: Tensor, line: str) -> None:
         """What is done is what is done where a number of rows is not what it is compared with."""
         self._take(differ, f"that a mask chooses another number of rows ({line})")
+
+    def takes_way(self, is_so: Tensor, words: str) -> None:
+        """A branch goes this way."""
+        self._take(is_so, words)
 
     def takes_longest(self, fits: Tensor, frame: FrameType) -> None:
         """What is as long as the longest of packed sequences is as long as what was packed.
@@ -107,14 +122,14 @@ class Usual(TorchFunctionMode):
         if too_short:
             raise AutoparError(
                 "all packed sequences end before the batch does, so that a size is what values say",
-                where=_line(frame),
+                where=line_of(frame),
                 remedy=f"cut the batch at its longest sequence, or let a size be known: {instead}",
             )
-        self._take(fits, f"that the longest of packed sequences has every step ({_line(frame)}; {instead})")
+        self._take(fits, f"that the longest of packed sequences has every step ({line_of(frame)}; {instead})")
 
     def takes_slice(self, lies: Tensor, frame: FrameType | None) -> None:
         """A slice that begins where a tensor says lies in what it is of."""
-        self._take(lies, f"that a slice lies in what it is a slice of ({_line(frame)})")
+        self._take(lies, f"that a slice lies in what it is a slice of ({line_of(frame)})")
 
     def guarding(self, model: nn.Module) -> Callable[..., Any]:
         """The model's forward, whose floating-point results are NaN where what was taken for granted is not so."""
@@ -148,7 +163,7 @@ class Usual(TorchFunctionMode):
             if _without_effect_if_false(sys._getframe(1)):
                 return True
             line = _early_exit(sys._getframe(1))
-            if line is not None:
+            if line is not None and not self._leaves_round(line):
                 self._take(args[0] == 0, f"that no loop ends early ({line})")
                 return False
         if func in _ASKING and (found := self._marks(_ASKING[func], args[0], sys._getframe(1))) is not None:
@@ -167,9 +182,14 @@ class Usual(TorchFunctionMode):
         if minlength <= 0 or input.dim() != 1 or compat.value_from(input, {}) is not None:
             return None
         if not counting.lie_below(input, minlength):
-            line = _line(sys._getframe(2))
+            line = line_of(sys._getframe(2))
             self._take((input < minlength).all(), f"that bincount's numbers lie below its minlength ({line})")
         return counting.counted(input, weights, minlength)
+
+    def _leaves_round(self, line: str) -> bool:
+        """Whether a program says if a loop is left in this round, one of the first."""
+        self._rounds[line] += 1
+        return self.leaves_branches and self._rounds[line] <= MOST_ROUNDS
 
     def _takes_everything(self, mask: Tensor, frame: FrameType) -> bool:
         """Whether a mask that is known is set everywhere. One that is made of Python's own numbers always is."""
@@ -177,7 +197,7 @@ class Usual(TorchFunctionMode):
         with computed():
             full = value is not None and value.numel() > 0 and bool(value.all())
         if full and compat.value_from(mask, {}) is None:
-            self._take((~mask).sum() == 0, f"that a mask takes everything ({_line(frame)})")
+            self._take((~mask).sum() == 0, f"that a mask takes everything ({line_of(frame)})")
         return full
 
     def _marks(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> bool | None:
@@ -185,18 +205,20 @@ class Usual(TorchFunctionMode):
 
         How much they mark, and what, is another matter in every batch.
         """
-        if asked.dtype != torch.bool or asked.dim() or reading not in (bool, Tensor.item):
+        if asked.dtype != torch.bool or asked.dim() or reading not in (bool, Tensor.item) or self.leaves_branches:
             return None
         value = compat.value_from(asked, {**self._traced, **self._marked}) if compat.asks_of_all(asked) else None
         if value is None or compat.value_from(asked, {}) is not None:
             return None
         with computed():
             found = bool(value)
-        self._take(asked == found, f"that what is asked of a mask is as here ({_line(frame)})")
+        self._take(asked == found, f"that what is asked of a mask is as here ({line_of(frame)})")
         return found
 
     def _asked(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> Any:
         """What Python reads of numbers that are made of the example's inputs, or of buffers; None of others."""
+        if self.leaves_branches and (reading is bool or asked.dtype == torch.bool):
+            return None
         sources = compat.sources_from(asked, ChainMap[fx.Node, object]({**self._held}, {**self._traced}))
         if sources is None:
             return None
@@ -211,11 +233,11 @@ class Usual(TorchFunctionMode):
         with computed():
             found, numbers = reading(value), value.tolist()
         for node in held:
-            self.asked_of.setdefault(self._held[node], _line(frame))
+            self.asked_of.setdefault(self._held[node], line_of(frame))
             if reading is int and (own := frame_of_model(frame, own=True)) is not None:
                 self.asked_by[id(own.f_globals)] = own.f_globals
         same = (asked != 0) == found if reading is bool else (asked == torch.tensor(numbers)).all()
-        self._take(same, f"that what is asked for is as here ({_line(frame)})")
+        self._take(same, f"that what is asked for is as here ({line_of(frame)})")
         return found
 
     def noted(self, program: Program) -> Program:
@@ -274,7 +296,7 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _line(frame: FrameType | None) -> str:
+def line_of(frame: FrameType | None) -> str:
     """Where a frame is; of one of torch's libraries also where the model calls it."""
     found, own = frame_of_model(frame), frame_of_model(frame, own=True)
     if found is None:
@@ -291,7 +313,7 @@ def _early_exit(frame: FrameType | None) -> str | None:
     node = _branch(frame)
     if node is None or not isinstance(node.body[0], ast.Break):
         return None
-    return _line(frame) if isinstance(node.test, ast.Call | ast.Compare | ast.Name) else None
+    return line_of(frame) if isinstance(node.test, ast.Call | ast.Compare | ast.Name) else None
 
 
 def _without_effect_if_false(frame: FrameType | None) -> bool:

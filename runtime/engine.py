@@ -170,6 +170,7 @@ class Engine:
             if interface.pipeline is not None:
                 inputs = {name: on_mesh(x, self.inner.device_mesh, name) for name, x in inputs.items()}
             batch = make_batch(program, interface, self.inner, inputs)
+        before = torch.get_rng_state() if interface.branches else None
         seed = self.agreement.seed() if program.draws else 0
         self._num_forwards += 1
         constants = self._constants_of(executable)
@@ -180,6 +181,8 @@ class Engine:
             buffers[entry.name] = buffers[entry.name].clone()
         hooked: set[int] = set()
         outputs, updates = self._run(executable, batch, seed, buffers, hooked)
+        if before is not None and executable.goes_another_way(outputs, before, self.comm.device):
+            return self._forward(args, kwargs)
         is_otherwise = self.granted.ask(interface.granted, outputs) if interface.granted else None
         with torch.no_grad():
             for name, value in updates.items():

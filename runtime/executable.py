@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime.added import Added
+from autopar.runtime.branches import check_same_ways, other_ways
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +27,8 @@ class Executable:
     added: what `flatten_inputs` adds to the batch, for outputs to be cut back. leaves: of the model's output, in order:
     numbers of the interface's outputs, and what stands there as it is. key: of the program, which those
     have in common that differ in what is added. repeats: whether another batch of the same shapes and arguments, of
-    the model in the same modes, gets this executable whatever is in it (`repeats.py`).
+    the model in the same modes, gets this executable whatever is in it (`repeats.py`). goes: is told whether its
+    batch went its way (None), else has the next one go these at the first branches that values decide (`branches.py`).
     """
 
     interface: ProgramInterface
@@ -40,3 +43,22 @@ class Executable:
     leaves: Sequence[int | str | None] = ()
     key: object = field(default_factory=object)
     repeats: bool = False
+    goes: Callable[[tuple[bool, ...] | None], None] | None = None
+
+    def goes_another_way(self, outputs: Sequence[Tensor | None], drawn: Tensor, device: torch.device) -> bool:
+        """Whether a batch goes another way than this program, at a branch that values decide: then the next executable
+        for it is another one, and random numbers are drawn again. Collective, of all ranks.
+
+        drawn: the state of torch's generator before the program ran.
+
+        Raises:
+            AutoparError: ranks go different ways; there are too many programs.
+        """
+        branches = self.interface.branches
+        ways = other_ways(branches, outputs)
+        check_same_ways(ways, branches, device)
+        assert self.goes is not None
+        self.goes(ways)
+        if ways is not None:
+            torch.set_rng_state(drawn)
+        return ways is not None

@@ -360,7 +360,7 @@ def repeat_of(
     them; output: made of these. parameters: in the interface's order.
     """
     interface = executable.interface
-    others = (interface.pipeline, executable.added, *interface.updates, *interface.by_value)
+    others = (interface.pipeline, executable.added, *interface.updates, *interface.by_value, *interface.branches)
     if any(each is not None for each in others) or not executable.repeats or interface.microbatches != 1:
         return None
     if program.draws or any(entry.block is not None for entry in (*interface.inputs, *interface.outputs)):

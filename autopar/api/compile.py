@@ -31,6 +31,7 @@ from autopar.api.planning import device_mesh_of, written
 from autopar.api.planning import plan as make_fresh_plan
 from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.api.undivided import Undivided
+from autopar.api.ways import Ways
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import packing
@@ -215,7 +216,7 @@ class _Planner:
         self.generation: GenerationPlan | None = None
         self._has_told = False
         self._following: Following | None = None
-        self._compiled, self._numbers = numbers_of(blueprint), Numbers(blueprint)
+        self._compiled, self._numbers, self._ways = numbers_of(blueprint), Numbers(blueprint), Ways(blueprint)
         precision = to_dtype(options["precision"])
         self._additions = Additions(blueprint, lengths, precision, lambda small: with_loss(small, loss))
         self._unread: dict[object, bool] = {}
@@ -313,13 +314,14 @@ class _Planner:
 
     def _prepared(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         kind = (*shapes_key(self.blueprint, inputs), differentiate)
-        key = (kind, values_key(inputs, self._by_value.get(kind, ())))
+        key = self._ways.key(kind, values_key(inputs, self._by_value.get(kind, ())))
         if key not in self._executables:
             self._check_values(kind)
             self._numbers.check(kind, self._executables)
             if self.model is not None:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
-            key = self._kept(self._agree(inputs, differentiate), kind, inputs)
+            with self._ways.asked(key):
+                key = self._kept(self._agree(inputs, differentiate), kind, inputs)
             self.attach()
         return self._executables[key]
 
@@ -329,9 +331,9 @@ class _Planner:
         self._states = {**states_of(plan.interface), **self._states}
         self.latest = self.latest if plan.views is None and self.latest is not None else plan
         self._by_value[kind] = plan.interface.by_value
-        key = (kind, values_key(inputs, plan.interface.by_value))
+        key = self._ways.key(kind, values_key(inputs, plan.interface.by_value))
         self._executables[key] = self._executable(plan, key, plan.inputs or kind_of(inputs))
-        if not plan.interface.by_value:
+        if not (plan.interface.by_value or plan.interface.branches):
             self._numbers.planned(kind, self._executables)
         return key
 
@@ -378,7 +380,8 @@ class _Planner:
         interface = self._executables[key].interface
         roots = tuple(each.name for each in interface.outputs if each.differentiable)
         if not set(names) <= set(roots):
-            plan = self._agree(inputs, True, names)
+            with self._ways.asked(key, interface.branches):
+                plan = self._agree(inputs, True, names)
             self.latest = plan
             self._executables[key] = self._executable(plan, key, inputs)
             self.attach()
@@ -493,4 +496,5 @@ class _Planner:
             plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions,
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
             self._latest_constants, leaves=plan.output_leaves, repeats=not plan.training and self.loss is None,
+            goes=partial(self._ways.go, key, self._executables),
         )  # fmt: skip

@@ -34,7 +34,9 @@ from autopar.base.torch_compat.functions import run_backward
 from autopar.ir.program import Program
 from autopar.ir.values import ValueRef, gradient_key
 from autopar.machine.mesh import Mesh
+from autopar.passes.branches import put_ways
 from autopar.passes.emit import emit, interface_of
+from autopar.runtime.branches import other_ways
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
 from autopar.runtime.microbatches import join_rows, make_batch, seed_of, whole_output
@@ -153,14 +155,19 @@ def _verified(
     model, inputs = small_model(plan.model, plan.inputs, dtype, seed)
     if prepare is not None:
         prepare(model, inputs)
-    with only(dtype):
-        lowered, source = program_of(plan, model, inputs, mesh, scaled, dtype)
-    program = lowered.single or lowered  # eager has one border, however many microbatches go through it together
-    state = interpret.state_of(model, program)
-    tensors = interpret.input_tensors(program, inputs)
+    while True:
+        with only(dtype):
+            lowered, source = program_of(plan, model, inputs, mesh, scaled, dtype)
+        program = lowered.single or lowered  # eager has one border, however many microbatches go through it together
+        state = interpret.state_of(model, program)
+        tensors = interpret.input_tensors(program, inputs)
+        with default_dtype(dtype):
+            found = run_all_ranks(lowered, source, state, tensors, seed)
+        other = other_ways(program.branches, found.outputs)
+        if other is None:
+            break
+        put_ways(model, other)  # of these weights and this batch, which are not the plan's
     wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
-    with default_dtype(dtype):
-        found = run_all_ranks(lowered, source, state, tensors, seed)
     comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype])
     if program.training and not all(comparison.ok for comparison in comparisons):
         measured = _rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
@@ -371,6 +378,8 @@ def _run(
     with draws:
         output = _eager(model, inputs)
     results = tuple(x for x in map(_as_tensor, tracing.tree_flatten(output)[0]) if x is not None)
+    if program.branches:  # the program's last output: it is to go the ways that eager does
+        results = (*results, torch.tensor(len(program.branches)))
     if program.training:
         # What depends on parameters here, and does not in the program, has lost its gradient there: not here.
         roots = [
@@ -379,8 +388,16 @@ def _run(
             if ref in program.roots or (value.requires_grad and not program.port(ref).differentiable)
         ]
         given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
-        with draws:  # what a checkpoint runs again draws what it drew
-            run_backward([value for value, _ in roots], given)
+        try:
+            with draws:  # what a checkpoint runs again draws what it drew
+                run_backward([value for value, _ in roots], given)
+        except RuntimeError as error:
+            raise NotEager(
+                f"{type(model).__name__} has no backward in eager, so there is nothing to compare with: "
+                f"{str(error).partition('. Hint')[0]}",
+                remedy="check that the loss's backward() runs in eager mode (a tensor that is written after it was "
+                "used wants a clone())",
+            ) from error
     return tuple(value.detach() for value in results)
 
 

@@ -158,9 +158,11 @@ class ProgramInterface:
     updates: buffers that `forward` changes. pipeline: where there is one, axes and sizes are those of one stage.
     Shapes are those of one microbatch, of which a step has `microbatches`. by_value: inputs whose values decided what
     the program does: it is for no others. granted: what it takes for granted of values, in words: where it is not so,
-    its outputs are NaN. meaning: what outputs and gradients are, whoever computes them; None for a plan of an autopar
-    that did not say. experts: its layers of experts that are exchanged, in order. beside: where two microbatches go
-    through the program together, what it adds to the names of the second one's inputs and outputs; "" where one does.
+    its outputs are NaN. branches: those that values decide: which way each goes here, and its line; the last output,
+    which no user sees, is then the number of the first that goes another way, how many there are where none does.
+    meaning: what outputs and gradients are, whoever computes them; None for a plan of an autopar that did not say.
+    experts: its layers of experts that are exchanged, in order. beside: where two microbatches go through the program
+    together, what it adds to the names of the second one's inputs and outputs; "" where one does.
     """
 
     axes: tuple[str, ...]
@@ -178,6 +180,7 @@ class ProgramInterface:
     meaning: Meaning | None = None
     experts: tuple[ExpertsInterface, ...] = ()
     beside: str = ""
+    branches: tuple[tuple[bool, str], ...] = ()
 
     @property
     def together(self) -> int:

@@ -39,6 +39,10 @@ Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
+Branch = tuple[bool, str]
+"""Which way a branch goes, and the model's line."""
+BRANCH = "autopar_branch"
+"""The output that says which branch is the first that goes another way."""
 Phase = Literal["captured", "outlined", "differentiated", "annotated", "placed", "lowered"]
 
 
@@ -84,7 +88,8 @@ class Program:
     replaces it, in the order of the calls; no call reads these values. share: where there will be a pipeline, what
     one rank of it holds; pipeline: its stages, once they are cut. zigzag: the axes that may split values zigzag.
     by_value: inputs whose values the program is for; of others only shapes.
-    granted: what is taken for granted of values; where it is not so, outputs are NaN.
+    granted: what is taken for granted of values; where it is not so, outputs are NaN. branches: which way those go that
+    values decide; where there are any, the last output is the number of the first that goes another way.
     together: how many microbatches go through the program at once, each with ports of its own; single: then the placed
     program of one of them.
     attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
@@ -118,6 +123,7 @@ class Program:
     folded: tuple[Folded, ...] = ()
     by_value: tuple[str, ...] = ()
     granted: tuple[str, ...] = ()
+    branches: tuple[Branch, ...] = ()
     together: int = 1
     single: Program | None = field(default=None, repr=False, compare=False)
     _named: dict[str, Variable] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -139,7 +139,7 @@ class Family:
         return self._guards[key]
 
     def _learn(self, program: Program, request: Attempt) -> None:
-        if program.by_value:
+        if program.by_value or program.branches:
             return  # it is for these values alone
         sizes = input_sizes(request.inputs)
         if any(sizes in known.sizes for known in self._kinds):

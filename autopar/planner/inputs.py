@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import adapters, caches
 from autopar.base.torch_compat import tracing
+from autopar.passes.branches import WAYS
 
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 """An example of a call: arguments by keyword, in order, or the only one."""
@@ -134,7 +135,8 @@ def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
 def modes_key(model: nn.Module) -> tuple[Any, ...]:
     """What a forward does otherwise than by its inputs: each module in training or not, adapters on or off."""
     modes = tuple(module.training for module in model.modules())
-    return (True if all(modes) else modes if any(modes) else False, adapters.switches(model), changed_numbers(model))
+    mode = True if all(modes) else modes if any(modes) else False
+    return (mode, adapters.switches(model), vars(model).get(WAYS, ()), changed_numbers(model))
 
 
 def changed_numbers(model: nn.Module) -> tuple[Any, ...]:

@@ -259,6 +259,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         whole["by_value"] = list(interface.by_value)
     if interface.granted:
         whole["granted"] = list(interface.granted)
+    if interface.branches:
+        whole["branches"] = [list(each) for each in interface.branches]
     if interface.experts:
         whole["experts"] = [asdict(layer) for layer in interface.experts]
     if interface.beside:
@@ -348,4 +350,5 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
             for row in data.get("experts", ())
         ),
         data.get("beside", ""),
+        tuple((bool(way), str(line)) for way, line in data.get("branches", ())),
     )  # fmt: skip

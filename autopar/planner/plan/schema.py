@@ -161,6 +161,7 @@ class InterfaceRow(TypedDict):
     meaning: NotRequired[MeaningRow | None]
     experts: NotRequired[list[ExpertsRow]]
     beside: NotRequired[str]
+    branches: NotRequired[list[tuple[bool, str]]]
 
 
 class CostRow(TypedDict):

@@ -105,7 +105,8 @@ def test_values_that_decide_are_part_of_what_a_program_is_for(
     model = kind()
     assert capture(model, batch).by_value == names
     plan = autopar.plan(model, autopar.Mesh.parse("dp=2", hardware="cpu"), example_inputs=batch, strategy="ddp")
-    assert plan.interface.by_value == names
+    assert plan.interface.by_value == (() if kind is Branch else names)
+    assert len(plan.interface.branches) == (kind is Branch), "which has a program for each way, for any values"
     plan.verify().raise_on_failure()
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.ir.sharding import Shard
+from autopar.passes.capture import capture
 from tests.unit.passes.usual import planned, ran
 
 
@@ -88,7 +89,9 @@ def test_a_loop_that_may_end_early_runs_to_its_end() -> None:
     """Breaks if it is refused, or nobody is told what is taken for granted."""
     plan = planned(Decoder(99), x=torch.randn(8, 8))
     (note,) = (note for note in plan.notes if "takes for granted" in note)
-    assert "no loop ends early (test_usual.py:" in note and note.endswith("a batch for which it is not so is refused")
+    assert "is as here (test_usual.py:" in note and note.endswith(
+        "a batch for which it is not so gets a program of its own"
+    )
     assert plan.verify().ok
 
 
@@ -166,7 +169,7 @@ def test_whether_a_mask_marks_anything_is_taken_as_it_is(length: int) -> None:
     for given, other in ((ids, padded), (padded, ids)):
         model = Padded()
         plan = planned(model, ids=given)
-        assert any("what is asked of a mask is as here (test_usual.py:" in note for note in plan.notes)
+        assert any("what is asked for is as here (test_usual.py:" in note for note in plan.notes)
         assert plan.verify().ok
         torch.testing.assert_close(ran(model, {"ids": given}, {"ids": given}), model(given))
         assert ran(model, {"ids": given}, {"ids": other}).isnan()
@@ -205,7 +208,8 @@ class Whole(nn.Module):
 def test_outputs_that_cannot_be_nan_are_refused() -> None:
     """Breaks if a model that returns whole numbers alone goes on without a guard."""
     with pytest.raises(AutoparError, match="nothing that the model returns could say that it is not"):
-        planned(Whole(), images=torch.rand(8, 8))
+        capture(Whole(), {"images": torch.rand(8, 8)})
+    assert planned(Whole(), images=torch.rand(8, 8)).interface.branches
 
 
 class Albums(nn.Module):
@@ -301,7 +305,7 @@ def test_what_is_written_where_a_mask_is_set_is_written_without_a_test(how: str)
 def test_a_branch_that_does_more_than_write_is_guarded(how: str) -> None:
     """Breaks if what a branch does besides is done where eager does not."""
     model, tokens = Indicators(how).eval(), torch.randint(2, 16, (8, 16))
-    assert any("what is asked of a mask is as here" in note for note in planned(model, tokens=tokens).notes)
+    assert any("what is asked for is as here" in note for note in planned(model, tokens=tokens).notes)
     torch.testing.assert_close(ran(model, {"tokens": tokens}, {"tokens": tokens}), model(tokens=tokens))
     assert ran(model, {"tokens": tokens}, {"tokens": tokens.clamp(max=8) % 8}).isnan()
 

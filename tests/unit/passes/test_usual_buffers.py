@@ -85,8 +85,11 @@ class Begins(nn.Module):
 @pytest.mark.moderate
 @pytest.mark.parametrize(("how", "name"), [("counts", "steps"), ("written in part", "centers")])
 def test_a_buffer_that_forward_changes_decides_nothing(how: str, name: str) -> None:
-    """Breaks if a program of the first step is what every later one is refused for."""
+    """Breaks if a program that cannot say which way it goes is for the first step alone, or one that can is refused."""
+    batch = {"x": torch.randn(8, 8)}
     with pytest.raises(
         AutoparError, match=rf"the value of {name}, which forward\(\) changes, .*\(test_usual_buffers\.py:\d+\)"
     ):
-        planned(Begins(how), x=torch.randn(8, 8))
+        capture(Begins(how), batch)
+    ((way, line),) = capture(Begins(how), batch, tells_ways=True).branches
+    assert way == (how == "counts") and line.startswith("test_usual_buffers.py:")

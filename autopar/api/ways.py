@@ -1,0 +1,79 @@
+"""Batches of one kind that go different ways at branches which values decide: a program for each way that is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from autopar.base.errors import AutoparError
+from autopar.passes.branches import WAYS, put_ways
+from autopar.runtime.executable import Executable
+
+MOST_PROGRAMS = 32
+"""Programs for batches of the same shapes that go different ways."""
+Key = tuple[Any, ...]
+Taken = tuple[bool, ...]
+
+
+class Ways:
+    """The ways that the next batch of a kind is thought to go: those of the last one.
+
+    A kind's executables have keys (kind, (values, ways)): ways are those of the first branches, which were asked for
+    when it was traced.
+    """
+
+    def __init__(self, blueprint: nn.Module) -> None:
+        self._blueprint = blueprint
+        self._next: dict[Key, Taken] = {}
+        self._tried: set[Key] = set()
+
+    def key(self, kind: Key, values: Key) -> Key:
+        """Of the executable for a batch."""
+        return kind, (values, self._next.get((kind, values), ()))
+
+    @contextmanager
+    def asked(self, key: Key, branches: Sequence[tuple[bool, str]] = ()) -> Iterator[None]:
+        """Inside, the model is traced for the ways of a key, or all those of a program that was traced for it."""
+        put_ways(self._blueprint, [way for way, _ in branches] or key[1][1])
+        try:
+            yield
+        finally:
+            vars(self._blueprint).pop(WAYS, None)
+
+    def go(self, key: Key, executables: Mapping[Key, Executable], ways: Taken | None) -> None:
+        """After a run: have the next batch, of this key, go these ways at its first branches. None: it went its way.
+
+        Raises:
+            AutoparError: there would be too many programs; none of them goes its way with this batch.
+        """
+        if ways is None:
+            self._tried.clear()
+            return
+        line = executables[key].interface.branches[len(ways) - 1][1]
+        if key in self._tried:
+            self._tried.clear()
+            raise AutoparError(
+                "random numbers decide what forward does: with those that each program draws the batch goes the "
+                "other's way",
+                where=line,
+                remedy="decide by what nothing random goes into, or choose between both results by torch.where",
+            )
+        self._tried.add(key)
+        kind, (values, _) = key
+        own = {each: x for each, x in executables.items() if each[0] == kind and each[1][0] == values}
+        for (_, (_, asked)), executable in reversed(own.items()):
+            if tuple(way for way, _ in executable.interface.branches[: len(ways)]) == ways:
+                self._next[kind, values] = asked
+                return
+        if len(own) >= MOST_PROGRAMS:
+            raise AutoparError(
+                "what forward does is decided by values of tensors, and it does otherwise once more",
+                where=line,
+                values=f"{MOST_PROGRAMS} programs were made for batches of the same shapes",
+                remedy="choose between the results of both cases by torch.where, or multiply by a mask of zeros and "
+                "ones, so that one program does for all",
+            )
+        self._next[kind, values] = ways

@@ -1,0 +1,100 @@
+"""Branches that go by values: which way is traced first, which others may be asked for, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import AutoparError
+from autopar.ir.program import BRANCH
+from autopar.passes.branches import MOST_ROUNDS, put_ways
+from autopar.passes.capture import capture
+
+
+class Asks(nn.Module):
+    """A layer, and what `decides` makes of it."""
+
+    def __init__(self, decides: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.decides = nn.Linear(4, 4), decides
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.decides(self.linear(x)).square().mean()}
+
+
+def _finite(y: Tensor) -> Tensor:
+    if y.isnan().any() or torch.isinf(y).sum() > 0 or not torch.isfinite(y).all():
+        return torch.zeros_like(y)
+    return y
+
+
+def _rounds(y: Tensor) -> Tensor:
+    while y.norm() > 1e-3:
+        y = y / 2
+    return y
+
+
+def _breaks(y: Tensor) -> Tensor:
+    for _ in range(3):
+        y = y.tanh()
+        if y.norm() < 0.1:
+            break
+    return y
+
+
+def _large(y: Tensor) -> Tensor:
+    return y / 2 if y.mean().item() > 1 else y
+
+
+def _each(y: Tensor) -> Tensor:
+    return y.sum() * [number for row in y.tolist() for number in row + row].count(0.0)
+
+
+def _ways(decides: Callable[[Tensor], Tensor], ways: tuple[bool, ...] = ()) -> list[bool]:
+    model = Asks(decides)
+    if ways:
+        put_ways(model, ways)
+    program = capture(model, {"x": torch.randn(2, 4)}, tells_ways=True)
+    assert program.output_names == ("loss", BRANCH) and program.output_leaves == (0,) and not program.granted
+    assert all(line.startswith("test_branches.py:") for _, line in program.branches)
+    return [way for way, _ in program.branches]
+
+
+def test_the_first_program_is_of_finite_numbers_and_of_loops_that_go_on() -> None:
+    """Breaks if a first program is for what is rare, or a way that is asked for is not traced."""
+    assert _ways(_finite) == [False, False, True]
+    assert _ways(_finite, (True,)) == [True]
+    assert _ways(_breaks) == [False, False, False]
+    assert _ways(_breaks, (False, True)) == [False, True]
+    assert _ways(_large) == [False] and _ways(_large, (True,)) == [True]
+
+
+def test_the_last_output_is_the_number_of_the_first_branch_that_goes_another_way() -> None:
+    """Breaks if a later branch is told, or one that goes as it was traced."""
+    model = Asks(_finite)
+    (region,) = capture(model, {"x": torch.randn(2, 4)}, tells_ways=True).regions
+    module = torch.fx.GraphModule(nn.Module(), region.graph)
+    held = [model.get_parameter(slot.name) for slot in region.slots]
+    numbers = [module(*held, x)[1].item() for x in (torch.ones(2, 4), torch.full((2, 4), torch.nan))]
+    with torch.no_grad():
+        model.linear.weight.zero_()
+        model.linear.bias.fill_(torch.inf)
+    assert [*numbers, module(*held, torch.ones(2, 4))[1].item()] == [3, 0, 1]
+
+
+@pytest.mark.moderate
+def test_what_no_program_can_follow_is_refused() -> None:
+    """Breaks if a loop that values end is traced for ever, draws decide a way, or what is taken for granted elsewhere
+    gives numbers.
+    """
+    assert _ways(_rounds)[MOST_ROUNDS - 1 :] == [True, False]
+    with pytest.raises(AutoparError, match=r"a random number decides .*test_branches\.py:\d+.*do both and choose"):
+        _ways(lambda y: y if torch.rand(()) < 0.5 else 2 * y)
+    for decides in (_each, _large):
+        with pytest.raises(AutoparError, match=r"chooses what to do by the value .*test_branches\.py:\d+"):
+            capture(Asks(decides), {"x": torch.randn(2, 4)}, tells_ways=decides is _each)
+    program = capture(Asks(_finite), {"x": torch.randn(2, 4)})
+    assert not program.branches and "numbers are finite" in program.granted[0] and program.output_names == ("loss",)
