@@ -323,7 +323,7 @@ def test_a_check_before_a_raise_passes_while_the_model_is_traced() -> None:
 
 @pytest.mark.moderate
 def test_a_branch_on_values_that_does_more_than_raise_is_told() -> None:
-    """Breaks if a test of inputs is decided by the example's without a word; of what is computed, it is refused."""
+    """Breaks if a test of inputs, or of what is computed, is decided by the example's without a word, or refused."""
 
     class Branching(nn.Module):
         def __init__(self, of_input: bool) -> None:
@@ -336,11 +336,10 @@ def test_a_branch_on_values_that_does_more_than_raise_is_told() -> None:
                 y = y * 2
             return y.mean()
 
-    plan, _ = planned(Branching(True), x=torch.randn(8, 6))
-    assert any("takes for granted that what is asked for is as here (test_operators_nn.py:" in n for n in plan.notes)
-    assert plan.interface.granted and plan.verify().ok
-    with pytest.raises(AutoparError, match="chooses what to do by the value of a tensor"):
-        planned(Branching(False), x=torch.randn(8, 6))
+    for of_input in (True, False):
+        plan, _ = planned(Branching(of_input), x=torch.randn(8, 6))
+        assert any("is as here (test_operators_nn.py:" in n for n in plan.notes)
+        assert plan.interface.branches and plan.verify().ok
 
 
 @pytest.mark.moderate
