@@ -123,7 +123,7 @@ class Branches(TorchFunctionMode):
             return None  # of each token, or each row: no two batches would go the same ways
         if self._is_drawn(asked):
             raise AutoparError(
-                "a random number decides what forward does, so that each step would need another program",
+                "forward() chooses what to do by the value of a tensor that is drawn: each step would need a program",
                 where=line,
                 remedy="do both and choose: keep = (torch.rand(()) >= p).to(x.dtype); x = x + keep * (layer(x) - x)",
             )

@@ -66,7 +66,7 @@ class Branches(nn.Module):
 @pytest.mark.moderate
 def test_control_flow_that_depends_on_data() -> None:
     """Breaks if the message does not name the model's own line."""
-    message = error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 4)})
+    message = error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 4)}, microbatches=2)
     assert message.startswith("Branches chooses what to do by the value of a tensor")
     assert re.search(r"\(test_bad_input\.py:\d+: if y\.sum\(\) > 0:", message)
     assert "torch.where" in message
@@ -74,7 +74,7 @@ def test_control_flow_that_depends_on_data() -> None:
 
 def test_a_refusal_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     """Breaks if the tracer's graph of what is refused stands on stderr before the error that tells why."""
-    error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 4)})
+    error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 4)}, microbatches=2)
     captured = capfd.readouterr()
     assert "aten" not in captured.out + captured.err
 

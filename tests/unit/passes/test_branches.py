@@ -91,7 +91,7 @@ def test_what_no_program_can_follow_is_refused() -> None:
     gives numbers.
     """
     assert _ways(_rounds)[MOST_ROUNDS - 1 :] == [True, False]
-    with pytest.raises(AutoparError, match=r"a random number decides .*test_branches\.py:\d+.*do both and choose"):
+    with pytest.raises(AutoparError, match=r"a tensor that is drawn.*test_branches\.py:\d+.*do both and choose"):
         _ways(lambda y: y if torch.rand(()) < 0.5 else 2 * y)
     for decides in (_each, _large):
         with pytest.raises(AutoparError, match=r"chooses what to do by the value .*test_branches\.py:\d+"):
