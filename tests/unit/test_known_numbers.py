@@ -39,9 +39,10 @@ def test_a_branch_on_known_numbers_is_taken() -> None:
     plan(by_values=False).verify().raise_on_failure()
 
 
-def test_a_branch_on_values_is_told() -> None:
+def test_a_branch_on_values_is_refused() -> None:
     """Breaks if numbers that depend on the inputs are taken for known ones."""
-    assert plan(by_values=True).interface.branches and not plan(by_values=False).interface.branches
+    with pytest.raises(AutoparError, match="by the value of a tensor"):
+        plan(by_values=True)
 
 
 class LeavesOut(nn.Module):
