@@ -176,9 +176,7 @@ class Engine:
         constants = self._constants_of(executable)
         names = [entry.name for entry in interface.buffers]
         buffers = {name: constants[name] if name in constants else self.model.get_buffer(name) for name in names}
-        for entry in interface.updates:
-            # The program keeps the old value, which its backward may read; the model's buffer is written in place.
-            buffers[entry.name] = buffers[entry.name].clone()
+        buffers |= {each.name: buffers[each.name].clone() for each in interface.updates}  # a backward may read the old
         hooked: set[int] = set()
         outputs, updates = self._run(executable, batch, seed, buffers, hooked)
         if before is not None and executable.goes_another_way(outputs, before, self.comm.device):
