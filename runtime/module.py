@@ -38,7 +38,7 @@ from autopar.runtime.known import ENGINES
 from autopar.runtime.own_caches import of_generate
 from autopar.runtime.replaced import replace_parameters
 from autopar.runtime.seen_whole import SeenWhole, Term
-from autopar.runtime.serving.serve import Asked, Served, serve
+from autopar.runtime.serving.serve import Asked, Serving, serve
 from autopar.runtime.uncompiled import uncompiled
 from autopar.runtime.writes import take_writes
 
@@ -72,9 +72,10 @@ class CompiledModule(nn.Module):
     def serve(
         self, requests: Iterable[Any], *, slots: int = 8, max_new_tokens: int = 128, length: int | None = None,
         chunk: int | None = None, eos_token_id: int | list[int] | None = None,
-    ) -> Iterator[Served]:  # fmt: skip
+    ) -> Serving:  # fmt: skip
         """Generate for requests that come and go over `slots` rows: each gets the tokens of its own `generate()`, and
-        is yielded when it is done. First come, first served. Collective: the same on every rank.
+        is yielded when it is done. First come, first served. Collective: the same on every rank. What it gives has
+        `cancel(number)`.
 
         Args:
             requests: prompts (token ids), or `autopar.Request`s with a number of new tokens of their own, which may be

@@ -99,6 +99,14 @@ class Schedule:
         """Its slot is free."""
         self._free[work.slot // self._per_lane].append(work.slot)
 
+    def drop(self, work: Work) -> None:
+        """No more of a request that is not done: its slot is free, and what stands in its columns is nobody's."""
+        if work is self._next:
+            self._next = None
+        elif work.slot >= 0:
+            self._begun = {lane: each for lane, each in self._begun.items() if each is not work}
+            self.give_back(work)
+
     def is_done(self) -> bool:
         """Whether no request is waiting, or begun."""
         return self.is_fresh and self._peek() is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from time import monotonic
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
@@ -32,7 +34,8 @@ class Request:
 
     do_sample: whether tokens are drawn; the others are options of it, as of `generate()`, whose defaults are the
     model's. seed: of its own draws, as `torch.manual_seed` before a `generate()` of it alone; None: its number in the
-    order in which requests come. eos_token_id: what ends it; None: what ends requests of this call.
+    order in which requests come. eos_token_id: what ends it; None: what ends requests of this call. timeout_s: seconds
+    from when it came, of a list from the beginning, by the clock of rank 0; what is not done then is cancelled.
     """
 
     prompt: Sequence[int] | Tensor
@@ -43,6 +46,7 @@ class Request:
     top_p: float | None = None
     seed: int | None = None
     eos_token_id: int | list[int] | None = None
+    timeout_s: float | None = None
 
     def options(self) -> dict[str, Any]:
         """Those of `generate()`."""
@@ -53,13 +57,15 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Served:
     """A request that is done. number: in the order in which requests came. tokens: the new ones, with the one that ends
-    the sequence. steps: the calls of forward between which it was under way, counted from the beginning.
+    the sequence. steps: the calls of forward between which it was under way, counted from the beginning. is_cancelled:
+    it was, or came to its time: tokens are those that there were.
     """
 
     number: int
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     steps: tuple[int, int]
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,34 @@ class Asked:
     eos_token_id: int | list[int] | None
 
 
-def serve(model: nn.Module, engine: Engine, requests: Iterable[Any], asked: Asked) -> Iterator[Served]:
+class Serving(Iterator[Served]):
+    """What `compiled.serve` gives: requests that are done, as they are."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server, self._done = server, server.run()
+
+    def __iter__(self) -> Serving:
+        return self
+
+    def __next__(self) -> Served:
+        return next(self._done)
+
+    def cancel(self, number: int) -> None:
+        """Make no more tokens for a request, whether it waits, is read or has tokens: its slot goes to the next one,
+        and it is yielded with `is_cancelled`. Of one that is done nothing happens. On every rank alike, between the
+        same two results.
+
+        Raises:
+            AutoparError: no request of this number has come.
+        """
+        self._server.cancel(number)
+
+    def close(self) -> None:
+        """No more results; what is under way is forgotten. On every rank alike."""
+        self._done.close()
+
+
+def serve(model: nn.Module, engine: Engine, requests: Iterable[Any], asked: Asked) -> Serving:
     """See `CompiledModule.serve`."""
     serving.check_serves(model)
     known_tokens = vocabulary(model)
@@ -91,7 +124,7 @@ def serve(model: nn.Module, engine: Engine, requests: Iterable[Any], asked: Aske
         length = longest + longest // 4  # the less is left over, the oftener all rows move
     if min(asked.slots, length, 1 if asked.chunk is None else asked.chunk) < 1:
         raise AutoparError("slots, length and chunk are 1 or more", values=f"{asked}")
-    return _Server(model, engine, works, asked, length, known).run()
+    return Serving(_Server(model, engine, works, asked, length, known))
 
 
 def _work(number: int, request: Any, asked: Asked, known_tokens: int) -> Work:
@@ -110,6 +143,8 @@ def _work(number: int, request: Any, asked: Asked, known_tokens: int) -> Work:
             values=", ".join(said),
             remedy="Request(…, do_sample=True)",
         )
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise AutoparError(f"request {number} has no time", values=f"timeout_s={request.timeout_s}")
     return Work(number, prompt, request.max_new_tokens, request)
 
 
@@ -143,7 +178,9 @@ class _Choice:
 
 class _Server:
     """slots: a cache of a row each, whose next token stands in column `column`. lanes: the cache of prompts; documents:
-    whose each of its columns is, [lanes, room]. choices: of requests that are not done, by their numbers.
+    whose each of its columns is, [lanes, room]. choices: of requests that are not done, by their numbers. open: the
+    requests that came, a list's all at once, and are not done; unwanted: the numbers of those that are to be cancelled;
+    since: when those that have a time were first seen.
     """
 
     def __init__(
@@ -156,6 +193,10 @@ class _Server:
         self.newest = [0] * self.num_slots
         self.begun: dict[int, int] = {}
         self.choices: dict[int, _Choice] = {}
+        self.open = {work.number: work for work in known or ()}
+        self.num_known = len(self.open)
+        self.unwanted: list[int] = []
+        self.since: dict[int, float] = {}
         self.steps = self.column = self._written = 0
         self.slots = self._empty_slots(length)
         self.length = places(self.slots, length)
@@ -175,16 +216,57 @@ class _Server:
         packed = Schedule(self._checked(works), self.num_slots, num_lanes, chunk, self.room)
         self.schedule = packed if self.packs else Schedule(self._checked(works), self.num_slots, 1, length, length)
 
-    def run(self) -> Iterator[Served]:
+    def run(self) -> Generator[Served]:
         while self.live or not self.schedule.is_done():
             with torch.no_grad():
-                done = [*self._read_prompts(), *self._make_tokens()]
-            for work in done:
+                ended = [(work, True) for work in self._cancelled()]
+                ended += [(work, False) for work in (*self._read_prompts(), *self._make_tokens())]
+            for work, is_cancelled in ended:
                 prompt, tokens = tuple(work.prompt), tuple(work.tokens)
-                yield Served(work.number, prompt, tokens, (self.begun.pop(work.number), self.steps))
+                steps = self.begun.pop(work.number, self.steps), self.steps
+                yield Served(work.number, prompt, tokens, steps, is_cancelled)
+
+    def cancel(self, number: int) -> None:
+        """See `Serving`; done before the next call of forward, as requests may be handed in during one."""
+        if not 0 <= number < self.num_known:
+            raise AutoparError(
+                f"request {number} cannot be cancelled: it has not come",
+                values=f"{self.num_known} did",
+                remedy="numbers are those of Served.number, from 0 on in the order of the requests",
+            )
+        self.unwanted.append(number)
+
+    def _cancelled(self) -> list[Work]:
+        """The requests that are not to go on, which have no slot any more."""
+        numbers, self.unwanted = [*self.unwanted, *self._late()], []
+        found = [self.open.pop(number) for number in dict.fromkeys(numbers) if number in self.open]
+        for work in found:
+            self.schedule.drop(work)
+            self.choices.pop(work.number, None)
+            if self.live.get(work.slot) is work:
+                del self.live[work.slot]
+        return found
+
+    def _late(self) -> list[int]:
+        """The requests that came to their time. Collective where one has a time: all ranks go by the first one's clock,
+        as each would by its own have another batch.
+        """
+        timed = {number: work.asked.timeout_s for number, work in self.open.items() if work.asked.timeout_s is not None}
+        if not timed:
+            return []
+        now = torch.tensor(monotonic(), dtype=torch.float64, device=self.device)
+        if dist.get_world_size() > 1:
+            dist.broadcast(now, 0)
+        now_s = now.item()
+        return [number for number, time_s in timed.items() if now_s - self.since.setdefault(number, now_s) >= time_s]
 
     def _checked(self, works: Iterator[Work]) -> Iterator[Work]:
         for work in works:
+            if work.number >= self.num_known:
+                self.num_known += 1
+                self.open[work.number] = work
+            elif work.number not in self.open:
+                continue
             if work.places > self.length:
                 raise AutoparError(
                     f"request {work.number} is longer than what a slot has room for",
@@ -346,7 +428,7 @@ class _Server:
         self.newest[work.slot] = token
         if token not in self.choices[work.number].ends and len(work.tokens) < work.limit:
             return False
-        del self.choices[work.number]
+        del self.choices[work.number], self.open[work.number]
         self.live.pop(work.slot, None)
         self.schedule.give_back(work)
         return True

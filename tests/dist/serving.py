@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,9 +104,18 @@ def served(name: str, strategy: str) -> tuple[list[tuple[int, ...]], list[list[i
     def coming() -> Iterator[autopar.Request]:
         yield from requests(name)
 
-    again = list(compiled.serve(coming(), **options))
+    again = []
+    serving = compiled.serve(coming(), **options)
+    for each in serving:
+        again.append(each)
+        if len(again) == 1:  # of the first ones some are done by now; others have tokens, are read, or wait
+            for number in range(4):
+                serving.cancel(number)
     tokens = [each.tokens for each in sorted(found, key=lambda each: each.number)]
-    if tokens != [each.tokens for each in sorted(again, key=lambda each: each.number)]:
+    ended = sorted(again, key=lambda each: each.number)
+    cut = [own[: len(each.tokens)] if each.is_cancelled else own for own, each in zip(tokens, ended, strict=True)]
+    cancelled = [each.number for each in ended if each.is_cancelled]
+    if not cancelled or cut == tokens or cut != [each.tokens for each in ended]:
         tokens = []
     if gathers:
         return tokens, [], 0, f"{gathers}"
@@ -116,3 +127,18 @@ def served(name: str, strategy: str) -> tuple[list[tuple[int, ...]], list[list[i
     except AutoparError as error:
         return tokens, order, programs, str(error)
     return tokens, order, programs, ""
+
+
+def late() -> list[tuple[int, bool]]:
+    """The numbers of requests as they end, and whether they were cancelled, by a clock that runs on rank 0 alone."""
+    rank, calls = torch.distributed.get_rank(), count()
+    clock = mock.patch("autopar.runtime.serving.serve.monotonic", lambda: 0.0 if rank else 10.0 * next(calls))
+    compiled: Any = autopar.compile(
+        sensitive_model("qwen2"), init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), strategy="tensor"
+    )
+    asked = [
+        replace(each, timeout_s=time_s) for each, time_s in zip(requests("qwen2"), (None, 25.0, 1e3), strict=False)
+    ]
+    with clock:
+        found = list(compiled.serve(asked, slots=1, eos_token_id=ENDS["qwen2"]))
+    return [(each.number, each.is_cancelled) for each in found]

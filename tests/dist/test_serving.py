@@ -17,7 +17,7 @@ from tests.dist.launch import launch
 def test_each_request_has_the_tokens_of_its_own_generate(name: str, strategy: str) -> None:
     """Breaks if a request sees keys of the one that had its slot before or that stands before it in its lane, has
     positions of another row, loses keys when rows move, is overtaken, if slots need programs of their own, or a
-    cache, or the logits of a token, are gathered.
+    cache, or the logits of a token, are gathered. Or if a request that is cancelled goes on, or others notice.
     """
     want = serving.alone(name)
     assert len({len(tokens) < new for tokens, (_, new) in zip(want, serving.SIZES[name], strict=True)}) == 2
@@ -39,3 +39,11 @@ def test_each_request_draws_as_its_own_generate(name: str, strategy: str) -> Non
     asked = serving.drawing(name)
     assert any(each.eos_token_id and len(own) < each.max_new_tokens for each, own in zip(asked, want, strict=True))
     assert launch(serving.drawn, 2, name, strategy, timeout_s=300.0) == [want] * 2
+
+
+@pytest.mark.slow
+def test_ranks_go_by_one_clock() -> None:
+    """Breaks if a request that waits for its slot longer than it has time is served, or ranks go by clocks of their own
+    (their batches differ then, which is an error).
+    """
+    assert launch(serving.late, 2, timeout_s=120.0) == [[(1, True), (0, False), (2, False)]] * 2

@@ -79,6 +79,20 @@ def test_prompts_stand_behind_each_other() -> None:
     assert schedule.next_chunk() == []
 
 
+def test_what_is_dropped_makes_room() -> None:
+    """Breaks if a request that is cancelled keeps its slot, is read on, or comes back after it waited."""
+    works = [Work(number, [0] * size, 1) for number, size in enumerate((9, 3, 2, 1))]
+    schedule = Schedule(iter(works), 2, 2, 4, 12)
+    assert [piece.work.number for piece in schedule.next_chunk()] == [0, 1]
+    waits = schedule._peek()
+    assert waits is works[2]
+    schedule.drop(waits)
+    schedule.drop(works[0])
+    assert schedule.is_fresh
+    assert schedule.next_chunk() == [Piece(works[3], 0, 0, 0, 1)]
+    assert works[3].slot == works[0].slot and works[2].slot == -1
+
+
 def _cache(num_rows: int, length: int) -> StateCache:
     layouts = [Layout("attention"), Layout("hybrid", (Part(3, False, True),))]
     keys = (num_rows, 2, length, 4)
