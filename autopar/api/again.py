@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -17,9 +17,12 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Pipeline
 from autopar.machine.mesh import Mesh
 from autopar.planner.assembly import redo
+from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.names import Strategy
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec, nth_of
 from autopar.strategies.request import Attempt
+
+Record = TypeVar("Record", bound=PlanRecord)
 
 
 def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) -> Plan:
@@ -38,7 +41,7 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     return dressed(redo(plan, request, tuple(plan.passes or pipeline.DEFAULT)))
 
 
-def same_stages(plan: Plan, strategy: Strategy) -> Strategy:
+def same_stages(plan: PlanRecord, strategy: Strategy) -> Strategy:
     """What was asked, with the stages where the first plan cut them: parameters stay on their ranks."""
     if plan.decisions.pipeline is None:
         return strategy
@@ -69,7 +72,7 @@ def _has_parameters(program: Program, number: int) -> bool:
     return any(program.variable(name).is_parameter for name in program.calls[number].slots)
 
 
-def unused_as_stored(plan: Plan, first: Plan) -> Plan:
+def unused_as_stored(plan: Record, first: PlanRecord) -> Record:
     """Parameters that a later program does not use (adapters that are off) lie as the first plan has them."""
     assert plan.program is not None
     used = {name for call in plan.program.calls for name in call.slots}

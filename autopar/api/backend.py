@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.api.agreed import agreed_plan
 from autopar.api.plan import Plan
-from autopar.api.planning import device_mesh_of
-from autopar.api.planning import plan as make_plan
+from autopar.api.planning import device_mesh_of, first_plan
 from autopar.api.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
@@ -233,7 +232,7 @@ class Backend:
         model = GraphModel(subgraph, roles, values)
         inputs = _inputs(subgraph, roles, values)
         pins = (*self.options["constraints"], *self._stored_whole(model), *self._returned_whole(subgraph))
-        plan = make_plan(
+        plan = first_plan(
             model,
             self.mesh,
             example_inputs=inputs,

@@ -27,8 +27,7 @@ from autopar.api.generation import Generation, GenerationPlan, may_choose, phase
 from autopar.api.lengths import Padding
 from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
-from autopar.api.planning import device_mesh_of, written
-from autopar.api.planning import plan as make_fresh_plan
+from autopar.api.planning import device_mesh_of, first_plan, written
 from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.api.undivided import Undivided
 from autopar.api.ways import Ways
@@ -466,7 +465,7 @@ class _Planner:
             plan = replan(self.given, self.blueprint, inputs, self.mesh)
         else:
             options |= {"example_inputs": inputs, "inference": not differentiate}
-            plan = self.undivided.planned(self.mesh, options, partial(make_fresh_plan, self.blueprint, self.mesh))
+            plan = self.undivided.planned(self.mesh, options, partial(first_plan, self.blueprint, self.mesh))
         plan = self._as_stored(plan)
         if self.program is not None and self.first is None:
             plan = plan.with_source(self.program)

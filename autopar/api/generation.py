@@ -3,15 +3,17 @@
     model, Generation ─ transformers' own generate(), another forward in it ─► a batch of each phase ─► a plan of each
 
 What the second phase decides is bound to where the first stores parameters and leaves the cache, so nothing is moved
-between them. Which of them decides first is what is predicted faster for the whole of it, where that is open. Of a
-prompt that goes through the model in chunks, the first phase is one of them.
+between them. Which of them decides first is what is predicted faster for the whole of it, where that is open. Then each
+parameter is stored in the fewest bytes of which both read a slice (`planner/stored.py`). Of a prompt that goes through
+the model in chunks, the first phase is one of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,8 @@ from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.decide import decide
 from autopar.planner.generation import Generation, check_pieces, ways_of
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.stored import in_fewest_bytes, read_apart, stored_as, stored_bytes
 from autopar.strategies.context import ways_of_cache
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
@@ -55,6 +59,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PHASES = ("prefill", "decode")
+PROVEN = 1.001
+"""A placement may be so many times as slow as one that it is taken for equal to (`gap` of `passes/place.py`)."""
 
 
 def phase_inputs(model: nn.Module, generation: Generation, ways: int = 1) -> dict[str, dict[str, Any]]:
@@ -151,34 +157,53 @@ def planned(
     inputs = phase_inputs(model, generation, ways_of(options["strategy"], mesh))
     traced = {} if captured is None else captured
 
-    def make(phase: str, pins: Sequence[Pin], strategy: Strategy) -> Plan:
-        found = decide(
+    def make(phase: str, pins: Sequence[Pin], strategy: Strategy) -> PlanRecord:
+        return decide(
             model, mesh, example_inputs=inputs[phase], inference=True, captured=traced.setdefault(phase, {}),
             **{**options, "constraints": tuple(pins), "strategy": strategy},
         )  # fmt: skip
-        return dressed(found)
 
-    def in_order(first: str, second: str) -> GenerationPlan:
-        plans = {first: make(first, pins, options["strategy"])}
-        interface = plans[first].interface
-        bound = [*pins_of(interface), *pins_for(states_of(interface), inputs[second])]
-        later = make(second, bound, same_stages(plans[first], options["strategy"]))
-        plans[second] = unused_as_stored(later, plans[first])
-        return GenerationPlan(generation, plans["prefill"], plans["decode"])
+    def followed(first: str, own: PlanRecord, second: str) -> GenerationPlan:
+        bound = [*pins_of(own.interface), *pins_for(states_of(own.interface), inputs[second])]
+        other = make(second, bound, same_stages(own, options["strategy"]))
+        own, other = in_fewest_bytes([own, other], pins)
+        plans = {first: own, second: unused_as_stored(other, own)}
+        return GenerationPlan(generation, Plan.of(plans["prefill"]), Plan.of(plans["decode"]))
 
     found: list[GenerationPlan] = []
     refused: AutoparError | None = None
-    for order in (PHASES, PHASES[::-1]):
+    orders = (PHASES, PHASES[::-1])
+    for first, second in orders:
         if found and not is_open:
             break
         try:  # what serves one phase best may not serve the other
-            found.append(in_order(*order))
+            found.append(followed(first, make(first, pins, options["strategy"]), second))
         except AutoparError as error:
             refused = refused or error
     if not found:
         assert refused is not None
         raise refused
-    return min(found, key=lambda each: each.total_s)
+    best = min(found, key=lambda each: (each.total_s, stored_bytes(each.decode)))
+    for first, second in orders if is_open else ():
+        own, other = best.phases[first], best.phases[second]
+        if apart := read_apart(own, other, pins):
+            with contextlib.suppress(AutoparError):
+                found.append(followed(first, stored_as(own, apart), second))
+    best = _least_among(found, best)
+    return replace(best, prefill=dressed(best.prefill), decode=dressed(best.decode))
+
+
+def _least_among(found: Sequence[GenerationPlan], best: GenerationPlan) -> GenerationPlan:
+    """The one that takes least memory of those that are no slower than the best one, as far as placements are proven;
+    this one unless another takes less by more than that.
+    """
+    as_fast = [
+        each for each in found
+        if each.time_to_first_token_s <= PROVEN * best.time_to_first_token_s
+        and each.time_per_token_s <= PROVEN * best.time_per_token_s
+    ]  # fmt: skip
+    least = min(as_fast, key=lambda each: each.peak_memory_bytes)
+    return least if PROVEN * least.peak_memory_bytes < best.peak_memory_bytes else best
 
 
 @dataclass(frozen=True, slots=True)

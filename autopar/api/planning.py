@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,15 +126,33 @@ def plan(
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
     """
+    return first_plan(
+        model, mesh, alone=True, example_inputs=example_inputs, strategy=strategy, precision=precision,
+        memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware, inference=inference,
+        rematerialize=rematerialize, microbatches=microbatches, halves=halves, roots=roots, loss=loss,
+        expert_imbalance=expert_imbalance, progress=progress,
+    )  # fmt: skip
+
+
+def first_plan(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    *,
+    example_inputs: Batch,
+    loss: Loss | None = None,
+    alone: bool = False,
+    **options: Any,
+) -> Plan:
+    """As `plan`, whose other options these are, where other programs of the model may follow that share its parameters:
+    what they will read of them is not known. alone: that none will.
+
+    Raises:
+        AutoparError: as `plan`.
+    """
     with older_spared():
         watched = None if loss is None else Watched(loss)
         batch = by_name(model, example_inputs)
-        found = decide(
-            with_loss(model, loss, batch), mesh, example_inputs=batch, strategy=strategy,
-            precision=precision, memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware,
-            inference=inference, rematerialize=rematerialize, microbatches=microbatches, halves=halves, roots=roots,
-            expert_imbalance=expert_imbalance, progress=progress,
-        )  # fmt: skip
+        found = decide(with_loss(model, loss, batch), mesh, example_inputs=batch, alone=alone, **options)
         if watched is not None:
             watched.check_planned(found)
         return dressed(found)

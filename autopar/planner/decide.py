@@ -22,6 +22,7 @@ from autopar.planner.inputs import bind_inputs, to_dtype, wanted_in, without_gra
 from autopar.planner.microbatches import best_microbatches, check_microbatches
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.planning import best_plan
+from autopar.planner.stored import in_fewest_bytes
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import SequenceDoesNotDivide, Spread, of_cache, of_whole_sequence
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
@@ -52,10 +53,12 @@ def decide(
     expert_imbalance: float | None = None,
     progress: Progress | None = None,
     captured: dict[object, Program] | None = None,
+    alone: bool = False,
 ) -> PlanRecord:
     """See `autopar.plan`, which dresses what this finds.
 
-    captured: what was traced for this batch before; gets what is.
+    captured: what was traced for this batch before; gets what is. alone: whether no other program shares the
+    parameters, so that those of a forward are stored as this one reads them (`stored.py`).
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
@@ -108,8 +111,9 @@ def decide(
 
     if asked is not None and microbatches is not None and not inference:
         check_microbatches(request)
-    alone = asked is None or inference or microbatches is not None
-    return make(request) if alone else best_microbatches(request, make)
+    is_given = asked is None or inference or microbatches is not None
+    found = make(request) if is_given else best_microbatches(request, make)
+    return in_fewest_bytes([found], constraints)[0] if inference and alone else found
 
 
 def _wanted(inputs: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:

@@ -84,7 +84,7 @@ def with_memory(plan: PlanRecord, factor: float) -> WhatIf:
         other = decide(
             plan.model, plan.mesh, example_inputs=plan.inputs, strategy=strategy, precision=plan.precision,
             memory_limit=limit, constraints=plan.pins, inference=not plan.training,
-            passes=plan.passes or None, microbatches=plan.interface.microbatches,
+            passes=plan.passes or None, microbatches=plan.interface.microbatches, alone=True,
         )  # fmt: skip
     except DoesNotFit as error:
         return WhatIf(factor, limit, None, str(error))
