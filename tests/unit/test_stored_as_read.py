@@ -13,6 +13,8 @@ import torch
 import autopar
 from autopar.api.generation import _least_among, phase_inputs
 from autopar.ir.sharding import REPLICATE, Shard, Sharding
+from autopar.passes.placement import storage
+from autopar.passes.placement.storage import ways_to_store
 from autopar.planner import stored
 from autopar.planner.decide import decide
 from autopar.planner.plan.record import PlanRecord
@@ -33,7 +35,7 @@ def _mixtral() -> Any:
 
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, tie_word_embeddings=True,
+        num_key_value_heads=2, num_local_experts=4,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.MixtralForCausalLM(config).eval()
@@ -105,3 +107,11 @@ def test_what_both_read_in_other_slices_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stored, "_least", lambda plans, pins: next(found))
     assert read_apart(plan, plan, ()) == {EXPERTS: (Shard(0),)}
     assert read_apart(plan, plan, ()) == {}, "the other one reads all of it"
+
+
+def test_what_one_of_several_readers_wants_whole_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a parameter is cut as one of its readers takes it, so that another one has to gather it."""
+    plan, whole = _prompt("auto"), (REPLICATE,)
+    assert plan.program is not None
+    monkeypatch.setattr(storage, "_reads", lambda region, slot, stored: [(Shard(0),), whole])
+    assert set(ways_to_store(plan.program, plan.strategies, ()).values()) == {frozenset({whole})}
