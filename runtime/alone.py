@@ -132,10 +132,14 @@ def _lend(engine: Owner, module: str, found: Mapping[int, Tensor], elsewhere: Se
     for (name, *_), rank in shared:
         absent = missing.get(name)
         like = found[id(held[name])] if absent is None else absent.parameter
-        whole = like.detach().contiguous() if absent is None else torch.empty_like(like, device=engine.comm.device)
+        whole = like.detach().contiguous() if absent is None else _empty(like, engine.comm.device)
         dist.broadcast(whole.reshape(-1).view(torch.uint8), group=group, group_src=rank)
         if absent is not None:
             absent.put(nn.Parameter(whole.detach(), like.requires_grad))
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def hook_modules(engine: Owner) -> None:

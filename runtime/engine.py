@@ -433,9 +433,8 @@ class Engine:
 
     def _drop(self, parameter: nn.Parameter, entry: TensorInterface, ranks: tuple[int, ...]) -> Absent:
         """Take out of the model what only other pipeline ranks hold; an optimizer that has it keeps no memory."""
-        absent = remove(parameter, (entry.name, *entry.aliases), self.model, ranks)
-        mesh = self.inner.device_mesh
-        nothing = torch.empty(0, dtype=parameter.dtype, device=self.comm.device)
+        absent = remove(parameter, (entry.name, *entry.aliases), self.model, ranks, self.comm.device)
+        mesh, nothing = self.inner.device_mesh, torch.empty(0, dtype=parameter.dtype, device=self.comm.device)
         empty = make_dtensor(nothing, mesh, replicated(mesh.ndim), (0,))
         swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
         return absent

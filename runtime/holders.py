@@ -9,21 +9,24 @@ import torch
 from torch import nn
 
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.runtime.elsewhere import Elsewhere, stand_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Absent:
-    """A parameter that other ranks hold: on meta, with its names, its places in the model, and their pipeline ranks."""
+    """A parameter that other ranks hold, without values, with its names, its places in the model, and their pipeline
+    ranks.
+    """
 
     names: tuple[str, ...]
-    parameter: nn.Parameter
+    parameter: Elsewhere
     sites: tuple[tuple[nn.Module, str], ...]
     ranks: tuple[int, ...]
 
     def is_missing(self, modules: Iterable[nn.Module]) -> bool:
         """Whether one of these is without it."""
         wanted = set(map(id, modules))
-        return any(id(module) in wanted and module._parameters[name] is None for module, name in self.sites)
+        return any(id(module) in wanted and module._parameters.get(name) is None for module, name in self.sites)
 
     def put(self, parameter: nn.Parameter | None) -> None:
         """Into all its places."""
@@ -87,14 +90,17 @@ def own_inputs(interface: ProgramInterface, rank: int) -> frozenset[str]:
     return frozenset(entry.name for entry in interface.inputs if kept.get(entry.name, rank) == rank)
 
 
-def remove(parameter: nn.Parameter, names: Iterable[str], model: nn.Module, ranks: tuple[int, ...]) -> Absent:
-    """Take a parameter out of the model: None stands in its places."""
+def remove(
+    parameter: nn.Parameter, names: Iterable[str], model: nn.Module, ranks: tuple[int, ...], device: torch.device
+) -> Absent:
+    """Take a parameter out of the model: None stands in its places, and what says all but its values for whoever asks a
+    module for it. device: of those that stay.
+    """
+    names = tuple(names)
     sites = tuple(
         (module, name) for module in model.modules() for name, found in module._parameters.items() if found is parameter
     )
-    empty = nn.Parameter(
-        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
-    )
-    absent = Absent(tuple(names), empty, sites, ranks)
-    absent.put(None)
+    absent = Absent(names, Elsewhere.of(parameter, names[0], ranks, device), sites, ranks)
+    for module, name in sites:
+        stand_in(module, name, absent.parameter)
     return absent

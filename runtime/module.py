@@ -48,8 +48,9 @@ Module = TypeVar("Module", bound=nn.Module)
 class CompiledModule(nn.Module):
     """What `autopar.compile` adds to the model's class. `autopar` is the engine, `plan` is set by the caller.
 
-    With a pipeline, a rank has the parameters of its own stages, and those that no stage uses: the others are None, and
-    not among `parameters()` and in `state_dict()`. Buffers are on every rank.
+    With a pipeline, a rank has the parameters of its own stages, and those that no stage uses: of the others modules
+    have shape, dtype and device, no values; they are not among `parameters()` and in `state_dict()`. Buffers are on
+    every rank.
     """
 
     autopar: Engine
@@ -454,8 +455,7 @@ def _compiled_class(original: Any) -> type[Any]:
         def resize(self: CompiledModule, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
             table: Any = self
             table = table.get_input_embeddings()
-            elsewhere = (each.parameter for each in self.autopar.absent if each.is_missing([table]))
-            rows = next(elsewhere, table.weight).shape[0]
+            rows = table.weight.shape[0]
             if new_num_tokens in (None, rows) and not (args or kwargs):
                 return table
             raise AutoparError(

@@ -112,7 +112,10 @@ def _stand_ins(model: nn.Module, comm: Communicator, absent: Sequence[Absent]) -
                     found[id(tensor)] = _Initialized(full_name, [], tensor, stand_in, is_buffer)
                 found[id(tensor)].sites.append((module, name))
     tensors = list(found.values())
-    tensors += [_Initialized(each.names[0], list(each.sites), None, each.parameter, False) for each in absent]
+    for each in absent:
+        empty = torch.empty(each.parameter.shape, dtype=each.parameter.dtype, device="meta")
+        stand_in = nn.Parameter(empty, requires_grad=each.parameter.requires_grad)
+        tensors.append(_Initialized(each.names[0], list(each.sites), None, stand_in, False))
     for tensor in tensors:
         tensor.put(tensor.stand_in)
     try:

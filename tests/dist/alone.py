@@ -97,5 +97,11 @@ def over_stages() -> tuple[Found, list[bool]]:
     planned: Any = autopar.compile(model, mesh, strategy="pipeline(1f1b)", example_inputs=batch)
     found = steps(planned, batch, LOSSES[:2])
     assert planned.resize_token_embeddings(model.config.vocab_size) is planned.model.embed_tokens
-    weights = (each._parameters["weight"] for each in (planned.model.embed_tokens, planned.lm_head))
-    return found, [each is not None for each in weights]
+    weights: list[Any] = [each.weight for each in (planned.model.embed_tokens, planned.lm_head)]
+    eager: Any = training.model_and_batch("llama", torch.float64, 0.0)[0]
+    size = tuple(eager.lm_head.weight.shape)
+    for each in weights:  # of those of other stages, too
+        assert (tuple(each.shape), each.dtype, each.device.type) == (size, torch.float64, "cpu")
+    assert "Embedding" in repr(planned)
+    assert copy.deepcopy(planned).lm_head.weight.shape == size
+    return found, [hasattr(each, "placements") for each in weights]
