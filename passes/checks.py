@@ -12,6 +12,7 @@ probability of 0, with which layers are left out. Every other branch on values i
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accum
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
 """Folders of torch whose code checks what models hand in, as a model's own may."""
+_CHECKING = re.compile("check|assert|require|ensure|validate", re.IGNORECASE)
+"""Names of functions that raise where what they are given first is not so, if nothing else comes of them."""
 _MOST_FRAMES = 64
 
 
@@ -190,6 +193,9 @@ def passing(frame: FrameType) -> bool | None:
             found = wanted_of(node.test, True, places)
         elif isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)):
             found = wanted_of(node.test, not _raises(node.body), places)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+            if _CHECKING.search(_name(node.value.func)):
+                found = True if span(node.value) in places else wanted_of(node.value.args[0], True, places)
         if found is not None:
             return found
     return None

@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
-from autopar.passes.checks import LIBRARIES
+from autopar.passes.checks import LIBRARIES, passing
 from autopar.passes.chosen import Chosen
 from autopar.passes.chosen_operators import FIRST
 from autopar.passes.no_rows import Region, left_out, nodes_left, sizes_behind
@@ -105,6 +105,7 @@ class CountedRows(TorchFunctionMode):
     def __init__(self, chosen: Chosen, numbers: Numbers, usual: Usual | None = None) -> None:
         super().__init__()
         self.chosen, self.numbers, self.usual = chosen, numbers, usual
+        chosen.usual = usual
         self._left: list[_Left] = []
         self._plain: dict[int | float, Count] = {}
         self.is_on = False
@@ -225,6 +226,11 @@ class CountedRows(TorchFunctionMode):
             if none != some == all_of_them == found:
                 self._asks_for_some(count.rows, test.places, bool(none), source, frame)
                 return found
+        wanted = None if self.usual is None else passing(frame)
+        if wanted is not None and self.usual is not None:
+            said = by(count.said(), other.said() if type(other) is Count else other)
+            self.usual.takes_check(said == wanted, line)
+            return wanted
         if not is_equality or self.usual is None or not (type(other) is Count or count.rows is not None):
             raise _refused(line)
         said = other.said() if type(other) is Count else other

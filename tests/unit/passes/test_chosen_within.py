@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.base.errors import AutoparError
 from autopar.passes.capture import capture
 from tests.unit.passes.test_chosen_rows import assert_serves
 
@@ -130,13 +129,3 @@ def test_rows_among_rows_are_split_with_the_batch(name: str) -> None:
     """Breaks if a rank counts its own rows alone."""
     plan = autopar.plan(Rows(HOW[name]), autopar.Mesh({"dp": 2}), example_inputs=_batch(0), strategy="zero3")
     assert plan.verify().ok
-
-
-def _one_row(model: Rows, x: Tensor, weights: Tensor) -> Tensor:
-    return model.first(x)[weights > 0][0].sum()
-
-
-def test_a_row_by_its_number_is_refused() -> None:
-    """Breaks if the first of rows, of which there may be none, is another row."""
-    with pytest.raises(AutoparError, match=r"test_chosen_within\.py:\d+"):
-        capture(Rows(_one_row).double(), _batch(0))
