@@ -94,7 +94,13 @@ def to_program(
     _reorder_placeholders(graph, [held[slot.name] for slot in slots] + input_nodes)
     row_of = {place: number for number, row in enumerate(written.rows) for place in row.results}
     buffers = {alias: variables[name].type.dtype for alias, name in (*zip(variables, variables), *tied.items())}
-    outputs, output_names, output_leaves, changed, places = _outputs(exported, graph, row_of, buffers, bool(branches))
+    frozen = _frozen(variables)
+    outputs, output_names, output_leaves, changed, places = _outputs(
+        exported, graph, row_of, buffers, frozen, bool(branches)
+    )
+    for name in {tied.get(name, name) for name in changed}:  # as a buffer: whole on every rank, in its own dtype
+        variables[name] = replace(variables[name], is_parameter=False)
+    slots = tuple(replace(slot, is_parameter=variables[slot.name].is_parameter) for slot in slots)
     folded = tuple(
         replace(row.folded, outputs={places[place]: again for place, again in row.results.items()})
         for row in written.rows
@@ -224,6 +230,18 @@ def _variables(model: nn.Module, precision: torch.dtype | None) -> dict[str, Var
     return found
 
 
+def _frozen(variables: Mapping[str, Variable]) -> frozenset[str]:
+    """Parameters that are not trained and are computed with as they are stored, by every name: a forward may change
+    them as it does buffers (a teacher that follows, `k.mul_(m).add_(q, alpha=1 - m)`).
+    """
+    found = [
+        (name, *each.aliases)
+        for name, each in variables.items()
+        if each.is_parameter and not each.trainable and each.type.dtype == each.stored_dtype
+    ]
+    return frozenset(name for names in found for name in names)
+
+
 def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
     """Placeholders in the given order; unused ones go."""
     by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -244,6 +262,7 @@ def _outputs(
     graph: fx.Graph,
     repeated: Container[int],
     buffers: Mapping[str, torch.dtype],
+    frozen: Container[str],
     has_branches: bool,
 ) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | str | None, ...], tuple[str, ...], dict[int, str]]:
     """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, a
@@ -252,6 +271,7 @@ def _outputs(
 
     repeated: places of values that stand for those of blocks that were left out, each for another. buffers: their
     dtypes, by every name. What replaces one has it: statistics of a norm in bfloat16 are float32, torch's fakes say.
+    frozen: parameters that may change as buffers do, by every name.
     """
     output = next(node for node in graph.nodes if node.op == "output")
     specs = exported.graph_signature.output_specs
@@ -266,14 +286,16 @@ def _outputs(
             raise AutoparError(
                 f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
             )
-        if spec.kind.name == "BUFFER_MUTATION" and isinstance(value, fx.Node):
+        is_state = spec.kind.name == "BUFFER_MUTATION" or str(spec.target) in frozen
+        if spec.kind.name != "USER_OUTPUT" and is_state and isinstance(value, fx.Node):
             name = str(spec.target)
             changed[name] = mutation.of_dtype(graph, output, value, buffers.get(name, value.meta["val"].dtype))
             continue
         if spec.kind.name != "USER_OUTPUT":
             raise AutoparError(
                 f"the model changes its own parameter {spec.target} in forward()",
-                remedy="keep what forward() changes in a buffer, or change the parameter outside of it",
+                remedy="keep it in a buffer, or in a parameter whose requires_grad is False and that is computed with "
+                "as it is stored; or change it outside of forward()",
             )
         if value is None or isinstance(value, str):
             leaves.append(value)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
@@ -52,10 +52,10 @@ class Rebound:
                 model.
         """
         alike = isinstance(value, Tensor) and value.shape == x.shape and value.dtype == x.dtype
-        if not alike or x.requires_grad or isinstance(x, nn.Parameter):
+        if not alike or x.requires_grad:
             raise AutoparError(
-                "forward() assigns to the .data of a parameter, or of a tensor that has a gradient, which no program "
-                "does",
+                "forward() assigns to the .data of a tensor that has a gradient, or what is of another shape or dtype, "
+                "which no program does",
                 where=line(), values=_values(x),
                 remedy="update it outside of forward(), between steps, or keep it as a buffer",
             )  # fmt: skip

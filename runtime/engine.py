@@ -55,6 +55,7 @@ from autopar.runtime.refused import (
     check_trains,
     parameter_of,
     parameters_before,
+    written_in,
 )  # fmt: skip
 from autopar.runtime.repeats import Repeat, Repeats, repeat_of
 from autopar.runtime.seen_whole import SeenWhole, Term, as_changed, seen_whole
@@ -175,7 +176,7 @@ class Engine:
         self._num_forwards += 1
         constants = self._constants_of(executable)
         names = [entry.name for entry in interface.buffers]
-        buffers = {name: constants[name] if name in constants else self.model.get_buffer(name) for name in names}
+        buffers = {name: constants[name] if name in constants else written_in(self.model, name) for name in names}
         buffers |= {each.name: buffers[each.name].clone() for each in interface.updates}  # a backward may read the old
         hooked: set[int] = set()
         outputs, updates = self._run(executable, batch, seed, buffers, hooked)
@@ -184,7 +185,7 @@ class Engine:
         is_otherwise = self.granted.ask(interface.granted, outputs) if interface.granted else None
         with torch.no_grad():
             for name, value in updates.items():
-                buffer = self.model.get_buffer(name)
+                buffer = written_in(self.model, name)
                 buffer.copy_(value if is_otherwise is None else torch.where(is_otherwise, buffer, value))
         if executable.added is not None:
             outputs = executable.added.cut(outputs)

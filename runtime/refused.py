@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import format_sharding
 from autopar.runtime.holders import holders
@@ -79,6 +80,20 @@ def parameter_of(model: nn.Module, entry: TensorInterface, known: dict[str, nn.P
         assert found[0] is not None
         known[entry.name] = found[0]
     return known[entry.name]
+
+
+def written_in(model: nn.Module, name: str) -> Tensor:
+    """What a program reads as a buffer: one, or a parameter that is not trained and that forward changes."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    held = module._buffers.get(own)
+    found = module._parameters.get(own) if held is None else held
+    if found is None:
+        raise AutoparError(
+            f"{name}, which forward() reads, is not there any more",
+            remedy="compile the model again after its buffers are others",
+        )
+    return local_tensor(found) if isinstance(found, DTensor) else found
 
 
 def parameters_before(model: nn.Module, entries: Sequence[TensorInterface]) -> dict[str, nn.Parameter]:

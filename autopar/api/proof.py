@@ -338,7 +338,8 @@ def expected(
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()}
         grads = {n: grads[n] for n, p in model.named_parameters() if p.requires_grad or p.grad is not None}
         grads |= {gradient_key(n): torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
-    updates = {name: model.get_buffer(name).detach().clone() for name, _ in program.updates}
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    updates = {name: held[name].detach().clone() for name, _ in program.updates}
     return results, grads, updates
 
 
@@ -360,9 +361,10 @@ def _rounding(
     generator = torch.Generator().manual_seed(seed)
     before = {name: value.clone() for name, value in gradients.items()}
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
+        changed = {name for name, _ in program.updates}
+        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+            if name in state and (name in changed or not isinstance(tensor, torch.nn.Parameter)):
+                tensor.copy_(state[name])
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.mul_(1 + torch.finfo(dtype).eps * signs.to(dtype))

@@ -112,7 +112,9 @@ def test_own_rows_that_two_ranks_have_are_told() -> None:
 
 
 def test_modes_of_modules_inside_are_followed() -> None:
-    """Breaks if `model.norm.eval()` behind `compile` goes on with the program of a model that is all in training."""
+    """Breaks if `model.norm.eval()` behind `compile` goes on with the program of a model that is all in training, or a
+    teacher that forward moves stays where it was.
+    """
     for pairs in launch(varying.frozen_part, 2):
         for ours, eager in pairs:
             assert ours == pytest.approx(eager, rel=1e-12)

@@ -275,8 +275,43 @@ class Normed(nn.Module):
         return self.head(self.norm(self.linear(x))).square().mean()
 
 
+class Followed(nn.Module):
+    """A teacher follows in forward, as in momentum contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for kept, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                kept.data = kept.data * 0.9 + new.data * 0.1
+            wanted = self.teacher(x)
+        return (self.student(x) - wanted.tanh()).square().mean()
+
+
+def _followed(x: Tensor, mesh: Any) -> list[tuple[float, float]]:
+    """Losses of training, and the teacher's weights after it, here and on one process."""
+    plain = Followed().double()
+    compiled: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="zero3")
+    found = []
+    optimizers = [
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.5) for model in (compiled, plain)
+    ]
+    for _ in range(3):
+        losses = [compiled(x), plain(x)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((float(losses[0].detach()), float(losses[1].detach())))
+    return [*found, (float(compiled.teacher.weight.full_tensor().sum()), float(plain.teacher.weight.sum()))]
+
+
 def frozen_part() -> list[tuple[float, float]]:
-    """Losses, and what batch norm has seen, here and on one process, with its mode changed after compile and back."""
+    """Losses, and what batch norm has seen, here and on one process, with its mode changed after compile and back; and
+    with a part that forward moves.
+    """
     torch.manual_seed(0)
     plain = Normed().double()
     compiled: Any = copy.deepcopy(plain)
@@ -290,7 +325,7 @@ def frozen_part() -> list[tuple[float, float]]:
         found.append((float(compiled(x).detach()), float(plain(x).detach())))
         held = compiled.norm.running_mean
         found.append((float(held.detach().abs().sum()), float(plain.norm.running_mean.abs().sum())))
-    return found
+    return found + _followed(x, mesh)
 
 
 class Branching(nn.Module):

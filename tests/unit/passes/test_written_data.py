@@ -1,4 +1,4 @@
-"""`.data` in forward, which traces do not see: buffers are written by it, parameters refused."""
+"""`.data` in forward, which traces do not see: buffers and what is not trained are written by it."""
 
 from __future__ import annotations
 
@@ -44,18 +44,6 @@ def _buffer_is_changed(net: Net) -> None:
     net.center.data.mul_(0.9).add_(net.slow.bias.data, alpha=0.1)
 
 
-@pytest.mark.moderate
-@pytest.mark.parametrize("how", [_buffer_is_assigned, _buffer_is_changed])
-def test_a_buffer_whose_data_is_written_has_it(how: Callable[[Net], object]) -> None:
-    """Breaks if what forward assigns to a buffer's data is lost, or ends the process."""
-    torch.manual_seed(0)
-    model, batch = Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)}
-    program = capture(model, batch)
-    (found, *_), _, updates = interpret.run_with_updates(program, interpret.state_of(model, program), batch)
-    torch.testing.assert_close(found, model(**batch))
-    torch.testing.assert_close(updates["center"], model.center)
-
-
 def _moving_average(net: Net) -> None:
     for slow, fast in zip(net.slow.parameters(), net.linear.parameters(), strict=True):
         slow.data = slow.data * 0.9 + fast.data * 0.1
@@ -66,21 +54,41 @@ def _moving_average_in_place(net: Net) -> None:
         slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
 
 
+@pytest.mark.moderate
+@pytest.mark.parametrize("how", [_buffer_is_assigned, _buffer_is_changed, _moving_average, _moving_average_in_place])
+def test_what_is_not_trained_and_whose_data_is_written_has_it(how: Callable[[Net], object]) -> None:
+    """Breaks if what forward assigns to a buffer's data is lost, or ends the process, or a momentum encoder that it
+    moves (MoCo's) stays where it was.
+    """
+    torch.manual_seed(0)
+    model, batch = Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)}
+    program = capture(model, batch)
+    (found, *_), _, updates = interpret.run_with_updates(program, interpret.state_of(model, program), batch)
+    torch.testing.assert_close(found, model(**batch))
+    held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    assert updates and updates.keys() == {name for name, _ in program.updates}
+    for name, value in updates.items():
+        torch.testing.assert_close(value, held[name].detach())
+
+
 def _clipped(net: Net) -> None:
     net.linear.weight.data = net.linear.weight.data.clamp(-0.01, 0.01)
 
 
+def _clipped_in_place(net: Net) -> None:
+    net.linear.weight.data.clamp_(-0.01, 0.01)
+
+
 REFUSED: Mapping[Callable[[Net], object], str] = {
-    _moving_average: r"assigns to the .data of a parameter.*test_written_data.py:.*between steps",
-    _moving_average_in_place: "changes its own parameter slow.weight",
-    _clipped: r"assigns to the .data of a parameter.*test_written_data.py:",
+    _clipped: r"assigns to the .data of a tensor that has a gradient.*test_written_data.py:.*between steps",
+    _clipped_in_place: "changes its own parameter linear.weight.*buffer",
 }
 
 
 @pytest.mark.moderate
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_parameter_whose_data_is_written_is_refused(how: Callable[[Net], object]) -> None:
-    """Breaks if a momentum encoder that forward() moves (MoCo's) stays where it was, without a word."""
+def test_a_parameter_that_is_trained_and_whose_data_is_written_is_refused(how: Callable[[Net], object]) -> None:
+    """Breaks if what forward() does to it is lost without a word."""
     with pytest.raises(AutoparError, match=REFUSED[how]):
         capture(Net(how).double(), {"x": torch.randn(3, WIDTH, dtype=torch.float64)})
 
@@ -139,7 +147,7 @@ def _written_on(net: Net) -> None:
 @pytest.mark.parametrize("how", [_written_and_used, _written_on])
 def test_what_nobody_could_tell_is_allowed(how: Callable[[Net], object]) -> None:
     """Breaks if a value is not used, or a buffer not written, where only one of both is."""
-    test_a_buffer_whose_data_is_written_has_it(how)
+    test_what_is_not_trained_and_whose_data_is_written_has_it(how)
 
 
 def test_where_nothing_was_assigned_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +157,9 @@ def test_where_nothing_was_assigned_nothing_is_looked_at(monkeypatch: pytest.Mon
     monkeypatch.setattr(rebound.compat, "tree_flatten", lambda given: pytest.fail("arguments were taken apart"))
     x = torch.zeros(2)
     rebound.Rebound().look_at(torch.add, (x, x), {}, lambda: None)
+
+
+def test_what_is_computed_with_in_another_dtype_is_not_changed() -> None:
+    """Breaks if a momentum encoder moves by steps that bfloat16 rounds away."""
+    with pytest.raises(AutoparError, match="changes its own parameter slow.weight.*as it is stored"):
+        capture(Net(_moving_average_in_place), {"x": torch.randn(3, WIDTH)}, precision=torch.bfloat16)
