@@ -115,11 +115,11 @@ class Usual(TorchFunctionMode):
 
     def takes_apart(self, same: Tensor) -> None:
         """A mask chooses as many rows in each sequence as in the others, or as a size says."""
-        self._take(same, f"that a mask chooses as many rows in each sequence ({_line(sys._getframe(1))})")
+        self._take(same, f"that a mask chooses as many rows in each sequence ({line_of(sys._getframe(1))})")
 
     def takes_row(self, is_there: Tensor) -> None:
         """A mask chooses so many rows that one of a certain number is among them."""
-        self._take(is_there, f"that a mask chooses enough rows ({_line(sys._getframe(1))})")
+        self._take(is_there, f"that a mask chooses enough rows ({line_of(sys._getframe(1))})")
 
     def takes_longest(self, fits: Tensor, frame: FrameType) -> None:
         """What is as long as the longest of packed sequences is as long as what was packed.

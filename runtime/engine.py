@@ -91,8 +91,7 @@ class Engine:
     comm: the communicator (set `comm.log = []` to write down what it sends). inner: of the mesh on which parameters
     lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
-    background: the checkpoint that is being written while training goes on.
-    number: of those made before.
+    background: the checkpoint that is being written while training goes on. number: of those made before.
     watch: None, or who looks at its steps. planned_forward: what stood in place of the class's forward at compile.
     """
 
