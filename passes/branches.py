@@ -30,7 +30,7 @@ from autopar.base.torch_compat.values import computed
 from autopar.ir.program import Branch
 from autopar.passes.checks import frame_of_model, wanted_of
 from autopar.passes.draws import draws
-from autopar.passes.source import asked_at, source_of, stands_at
+from autopar.passes.source import places_asked, source_of, stands_at
 from autopar.passes.usual import MOST_ROUNDS, Usual, line_of
 
 WAYS = "_autopar_ways"
@@ -202,8 +202,8 @@ def _goes_on(frame: FrameType) -> bool | None:
     source = source_of(frame.f_code)
     if source is None:
         return None
-    places = asked_at(frame, source)
-    for node in ast.walk(source.tree):
+    first, both = places_asked(frame, source)
+    for node, places in ((node, places) for places in (first, both) for node in ast.walk(source.tree)):
         if isinstance(node, ast.While) and stands_at(node.test, frame.f_lineno):
             found = wanted_of(node.test, True, places)
         elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Break) and stands_at(node.test, frame.f_lineno):

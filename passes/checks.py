@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.operators import own_gradients
 from autopar.passes.rebound import Rebound
-from autopar.passes.source import Span, asked_at, source_of, span
+from autopar.passes.source import Span, places_asked, source_of, span
 from autopar.passes.substitutes import FUNCTIONS
 
 _READING: Mapping[Callable[..., Any], Callable[[Any], Any]] = {
@@ -90,7 +91,9 @@ class ChecksPass(TorchFunctionMode):
             return self._rebound.set(args[0], args[1], held, _line)
         self._rebound.look_at(func, args, kwargs, _line)
         if func in _HOOKS:
-            raise _hooks_gradients(args[0])
+            if func is not torch.Tensor.register_hook or not _is_hooked(*args, **kwargs):
+                raise _hooks_gradients(args[0])
+            return Handle()
         func = FUNCTIONS.get(func, func)
         if _leaves_alone(func, args, kwargs):
             return compat.called_beside_gradients(func, args, kwargs)
@@ -135,6 +138,33 @@ def _known_end(value: Any) -> Any:
         return value
     known = compat.known_value(value)
     return value if known is None else _only(known)
+
+
+class Handle:
+    """Of a hook that is in the program."""
+
+    def remove(self) -> None:
+        """Refused: the program calls it."""
+        raise AutoparError(
+            "forward() takes a hook on a tensor's gradient away, which its program calls in each backward",
+            where=_line(),
+            remedy="leave it there: a tensor of a forward is gone with it",
+        )
+
+
+def _is_hooked(x: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether a program calls a hook that gives another gradient; not of one that keeps what it sees, nor of a
+    parameter or an input, whose gradients come from elsewhere, too.
+    """
+    node = compat.node_of(x)
+    if node is None or node.op != "call_function" or not x.requires_grad:
+        return False
+    with torch.no_grad():
+        gives = hook(torch.zeros_like(x, requires_grad=False))
+    if not isinstance(gives, torch.Tensor):
+        return False
+    compat.put_behind(x, lambda: own_gradients.hooked(x, hook))
+    return True
 
 
 def _hooks_gradients(x: torch.Tensor) -> AutoparError:
@@ -186,8 +216,8 @@ def passing(frame: FrameType) -> bool | None:
     source = source_of(frame.f_code)
     if source is None:
         return None
-    places = asked_at(frame, source)
-    for node in ast.walk(source.tree):
+    first, both = places_asked(frame, source)
+    for node, places in ((node, places) for places in (first, both) for node in ast.walk(source.tree)):
         found = None
         if isinstance(node, ast.Assert):
             found = wanted_of(node.test, True, places)

@@ -64,6 +64,17 @@ def asked_at(frame: FrameType, source: Source) -> set[Span]:
     return found
 
 
+def places_asked(frame: FrameType, source: Source) -> tuple[set[Span], set[Span]]:
+    """Where what a frame asks for was made, as far as is known, and all of `asked_at`: of a test of several parts the
+    jump stands where the first one does.
+    """
+    line, last, column, end = list(frame.f_code.co_positions())[max(frame.f_lasti // 2 - 1, 0)]
+    both = asked_at(frame, source)
+    if line is None or last is None or column is None or end is None:
+        return both, both
+    return {(line, column - source.indent, last, end - source.indent)}, both
+
+
 def span(node: ast.expr) -> Span:
     """Where an expression stands."""
     return node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or node.col_offset

@@ -267,7 +267,7 @@ def layers(model: nn.Module) -> nn.Module:
     for module in model.modules():
         vars(module).update({name: functools.partial(_cast, module, name) for name in _CASTS})
         for kind, forward in _FORWARDS.items():
-            if type(module).forward is kind.forward:
+            if getattr(type(module), "forward", None) is kind.forward:  # one that is scripted says none
                 module.forward = types.MethodType(forward, module)
     return model
 

@@ -124,6 +124,8 @@ class _Call:
         return [each[at] if at < len(each) else None for at in self.arguments]
 
     def __str__(self) -> str:
+        if isinstance(self.kind, _Hook):
+            return "a hook on a gradient, which may read that and numbers of Python alone,"
         kind = type(self.kind) if isinstance(self.kind, _Traced) else self.kind
         return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -147,6 +149,37 @@ class _Traced:
 
     def __hash__(self) -> int:
         return id(self.graph)
+
+
+@dataclass(frozen=True, eq=False)
+class _Hook:
+    """What a forward has a tensor's gradient go through."""
+
+    hook: Any
+
+    def backward(self, context: Context, grad: Tensor) -> Tensor:
+        """The gradient that goes on."""
+        found = self.hook(grad)
+        return grad if found is None else found
+
+    def _parts(self) -> tuple[Any, ...]:
+        function = getattr(self.hook, "__func__", self.hook)
+        cells = tuple(each.cell_contents for each in getattr(function, "__closure__", None) or ())
+        numbers = all(each is None or isinstance(each, bool | int | float | str) for each in cells)
+        plain = (function.__code__, cells) if numbers and hasattr(function, "__code__") else (id(self.hook),)
+        return *plain, getattr(function, "__defaults__", None), id(getattr(self.hook, "__self__", None))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hook) and other._parts() == self._parts()
+
+    def __hash__(self) -> int:
+        return hash(_Hook)
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
+    """x, whose gradient goes through a hook."""
+    found: Tensor = _with_gradient(_Hook(hook), Context([True]), [x], [True], x)
+    return found
 
 
 def _key_of(call: _Call) -> str:
@@ -220,6 +253,7 @@ def _is_users(kind: Any) -> bool:
 
 def _line_of(kind: Any) -> str | None:
     try:
+        kind = kind.hook if isinstance(kind, _Hook) else kind
         return f"{(inspect.getsourcefile(kind) or '').rpartition('/')[2]}:{inspect.getsourcelines(kind)[1]}"
     except (OSError, TypeError):
         return None

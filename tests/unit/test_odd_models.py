@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -222,16 +223,22 @@ def test_what_came_in_may_go_out(mesh: str, strategy: str) -> None:
 
 
 class Hooked(nn.Module):
-    """Doubles a gradient on its way."""
+    """Changes gradients on their way, of tensors that were read before and are read behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *hooks: Any) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.last, self.hooks = nn.Linear(8, 8), nn.Linear(8, 8), hooks
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        h.register_hook(lambda grad: grad * 2)
-        return self.last(h).pow(2).mean()
+        h, scale = self.first(x), 0.5
+        read = self.last(h)
+        for hook in self.hooks:
+            h.register_hook(hook)
+        for layer in self.layers:
+            h = layer(h)
+            h.register_hook(lambda grad: scale * grad)
+        return read.pow(2).mean() + h.mean()
 
 
 class Doubled(torch.autograd.Function):
@@ -254,11 +261,21 @@ class DoubledOtherwise(Hooked):
 
 
 @pytest.mark.moderate
-def test_a_hook_that_changes_gradients_is_no_part_of_a_program() -> None:
-    """Breaks if a hook that forward registers is lost without a word, or what its error recommends does not do."""
-    given = {"x": torch.randn(4, 8)}
+def test_hooks_that_change_gradients_are_in_the_program() -> None:
+    """Breaks if a hook that forward registers is lost, sees a part of a gradient, makes blocks differ, or is taken for
+    one that keeps what it sees, which no program does; or if what that one's error recommends does not do.
+    """
+    given, kept = {"x": torch.randn(4, 8)}, list[Tensor]()
+    plan = autopar.plan(
+        Hooked(lambda grad: grad.clamp(-0.01, 0.01), lambda grad: 2 * grad),
+        MESH,
+        example_inputs=given,
+        strategy="zero3",
+    )
+    assert plan.verify().ok and plan.program is not None
+    assert max(sum(call.region == region.name for call in plan.program.calls) for region in plan.program.regions) > 1
     with pytest.raises(AutoparError, match=r"hook on a tensor's gradient(.|\n)*test_odd_models\.py:\d+(.|\n)*Function"):
-        autopar.plan(Hooked(), MESH, example_inputs=given, strategy="ddp")
+        autopar.plan(Hooked(kept.append), MESH, example_inputs=given, strategy="ddp")
     assert autopar.plan(DoubledOtherwise(), MESH, example_inputs=given, strategy="ddp").verify().ok
 
 
