@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.base.torch_compat.behind import put_behind
 from autopar.operators import own_gradients
 from autopar.passes.rebound import Rebound
 from autopar.passes.source import Span, places_asked, source_of, span
@@ -163,7 +164,7 @@ def _is_hooked(x: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> bool:
         gives = hook(torch.zeros_like(x, requires_grad=False))
     if not isinstance(gives, torch.Tensor):
         return False
-    compat.put_behind(x, lambda: own_gradients.hooked(x, hook))
+    put_behind(x, lambda: own_gradients.hooked(x, hook))
     return True
 
 
