@@ -28,6 +28,7 @@ from autopar.api.plan import Plan
 from autopar.api.planning import dressed
 from autopar.api.proof import Proof
 from autopar.api.stored import pins_for, pins_of, states_of
+from autopar.api.undivided import Undivided
 from autopar.base import typed
 from autopar.base.alike_rows import with_alike_rows
 from autopar.base.errors import AutoparError
@@ -157,11 +158,25 @@ def planned(
     inputs = phase_inputs(model, generation, ways_of(options["strategy"], mesh))
     traced = {} if captured is None else captured
 
+    undivided = Undivided.of(None, options["strategy"], mesh, None)
+
     def make(phase: str, pins: Sequence[Pin], strategy: Strategy) -> PlanRecord:
-        return decide(
-            model, mesh, example_inputs=inputs[phase], inference=True, captured=traced.setdefault(phase, {}),
-            **{**options, "constraints": tuple(pins), "strategy": strategy},
-        )  # fmt: skip
+        def decided(**asked: Any) -> PlanRecord:
+            return decide(model, mesh, inference=True, captured=traced.setdefault(phase, {}), **asked)
+
+        asked = {**options, "constraints": tuple(pins), "strategy": strategy, "example_inputs": inputs[phase]}
+        try:
+            return decided(**asked)
+        except AutoparError:
+            if not undivided.left(inputs[phase]):
+                raise
+        if not any(pinned.taken for pinned in pins):  # parameters lie as was asked for rows that axes divide
+            pieces = undivided.pieces_by(None)
+            even = replace(generation, batch=-(-generation.batch // pieces) * pieces)
+            batch = phase_inputs(model, even, ways_of(options["strategy"], mesh))[phase]
+            first = decide(model, mesh, inference=True, **{**asked, "example_inputs": batch})
+            asked["constraints"] = (*pins, *pins_of(first.interface))
+        return undivided.planned(mesh, asked, decided)
 
     def followed(first: str, own: PlanRecord, second: str) -> GenerationPlan:
         bound = [*pins_of(own.interface), *pins_for(states_of(own.interface), inputs[second])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from autopar.base.torch_compat import tracing
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE
 from autopar.machine.mesh import Mesh
+from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.axis import AUTO, AxisStrategy
 from autopar.strategies.context import SequenceDoesNotDivide, of_whole_sequence
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
@@ -29,6 +30,7 @@ from autopar.strategies.pipelining.spec import AXIS
 logger = logging.getLogger("autopar")
 
 Axes = tuple[tuple[str, int], ...]
+Record = TypeVar("Record", bound=PlanRecord)
 
 
 class Undivided:
@@ -78,7 +80,7 @@ class Undivided:
         lengths = {size for x in leaves for size in x.shape[1:]}
         return self.left(inputs), tuple(frozenset(each % size == 0 for each in lengths) for _, size in self.sequence)
 
-    def planned(self, mesh: Mesh, options: Mapping[str, Any], make: Callable[..., Plan]) -> Plan:
+    def planned(self, mesh: Mesh, options: Mapping[str, Any], make: Callable[..., Record]) -> Record:
         """A plan for a batch in which what the axes do not divide is whole on them.
 
         Where what a strategy allows does not go with that (tokens that are sent to the ranks of their experts have to
@@ -97,7 +99,7 @@ class Undivided:
         names = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
         stages = {} if asked is None else {AXIS: asked}
 
-        def under(strategies: Sequence[AxisStrategy]) -> Plan:
+        def under(strategies: Sequence[AxisStrategy]) -> Record:
             return make(**{**options, "strategy": {**stages, **dict(zip(names, strategies, strict=True))}})
 
         try:

@@ -168,6 +168,14 @@ def _made_with(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, mesh: Mesh) -> AutoparError:
     _, rule = region.ops[node.name]
     name, size = mesh.axis_names[axis], mesh.sizes[axis]
+    if rule.sizes["e"] % size == 0:
+        return AutoparError(
+            f"{strategy.name}: tokens that are sent to their experts have to be split over {name}={size}, which does "
+            "not divide these",
+            where=region.origins.get(node.name, "") or region.module,
+            values=f"mesh: {mesh}",
+            remedy=f"a number of rows that {size} divides; compile, and plans for generate(), take any",
+        )
     return AutoparError(
         f"{strategy.name}: {rule.sizes['e']} experts do not divide over {name}={size}",
         where=region.origins.get(node.name, "") or region.module,

@@ -19,7 +19,7 @@ from autopar.api.undivided import Undivided
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches
 from autopar.cli.models import catalogue
-from autopar.ir.sharding import REPLICATE
+from autopar.ir.sharding import REPLICATE, Shard
 from autopar.strategies.context import SequenceDoesNotDivide
 from autopar.strategies.names import Pin, by_name
 
@@ -159,7 +159,9 @@ def test_axes_are_the_solvers_where_a_strategy_cannot_do_without_rows(stored: bo
 
 @pytest.mark.moderate
 def test_tokens_that_no_axis_splits_find_their_experts() -> None:
-    """Breaks if a batch that does not divide is wrong, or refused, where experts lie on the ranks of one axis."""
+    """Breaks if a batch that does not divide is wrong, or refused, where experts lie on the ranks of one axis; or if a
+    plan for generate() says other than compile does.
+    """
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4,
@@ -172,6 +174,15 @@ def test_tokens_that_no_axis_splits_find_their_experts() -> None:
     undivided = Undivided.of(None, "zero3+expert", over, None)
     plan = undivided.planned(over, options, partial(autopar.plan, model, over))
     assert plan.verify().ok
+    wanted = autopar.Generation(batch=1, prompt=5, new_tokens=3)
+    generated = autopar.plan_generation(model.eval(), over, wanted, strategy="expert")
+    assert all(
+        each.decisions.placement.parameters["model.layers.0.mlp.experts.down_proj"].stored == (Shard(0),)
+        for each in generated
+    )
+    generated.verify().raise_on_failure()
+    with pytest.raises(AutoparError, match="ep=2, which does not divide these"):
+        autopar.plan(model, over, example_inputs={"input_ids": ids[:1, :5]}, strategy="expert", inference=True)
 
 
 def test_batches_that_divide_are_planned_for_before_one_that_does_not() -> None:
