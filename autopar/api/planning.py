@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,12 +40,20 @@ def device_mesh_of(mesh: Mesh) -> str:
     return f'torch.distributed.init_device_mesh("{device}", {sizes}, mesh_dim_names={mesh.axis_names})'
 
 
+def _level_of_user() -> int:
+    """How many calls lie between the caller's own and the first that is not autopar's: what a warning points to."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "autopar":
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def dressed(record: PlanRecord) -> Plan:
     """The plan of a record. Records that are only compared are never dressed: text and views take time."""
     program = record.program
     for note in record.notes:
         if WHOLE in note:
-            warnings.warn(f"autopar: {note}", stacklevel=3)
+            warnings.warn(f"autopar: {note}", stacklevel=_level_of_user())
     if record.source or program is None:
         return Plan.of(record)
     spans, memory = step_views(program, record.cost, record.pipeline)

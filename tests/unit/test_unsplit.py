@@ -99,10 +99,11 @@ def test_a_matrix_without_a_split_stays_whole_and_says_so(mesh: str) -> None:
 
 @pytest.mark.moderate
 def test_it_is_a_warning() -> None:
-    """Breaks if who does not print the plan is not told."""
-    with pytest.warns(UserWarning, match=NOTE):
+    """Breaks if who does not print the plan is not told, or of no line of theirs."""
+    with pytest.warns(UserWarning, match=NOTE) as told:
         mesh = autopar.Mesh.parse("tp=2", hardware="cpu")
         autopar.plan(Blocks(Block(), Block()), mesh, example_inputs=tokens(), strategy="tensor")
+    assert {each.filename for each in told if each.category is UserWarning} == {__file__}
 
 
 @pytest.mark.moderate
