@@ -3,6 +3,7 @@
     self.calls += 1;  loss * min(1, self.calls / 10)       refused: another number in every step, the same in a program
     if self.last is not None: loss += (z - self.last) ** 2
     self.last = z.detach()                                 refused: z of the step before, which a program does not have
+    calls += 1, a global;  if calls > 3: …                 refused likewise
     self.attention = probabilities                         noted: whoever reads it behind forward has what it was
     if self.table is None: self.table = sines(n)           as it is: the same table in every step
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -52,7 +54,13 @@ class Kept:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             before = {path: dict(vars(module)) for path, module in _modules_of(self._model, "")}
+            held = {id(each): dict(each) for each in _globals_of(self._model)}
             found = forward(*args, **kwargs)
+            for each in _globals_of(self._model):
+                for name, value in each.items():
+                    was = held.get(id(each), each).get(name)
+                    if type(value) in _NUMBERS and type(was) in _NUMBERS and value != was:
+                        self._look_at_global(name)
             for path, module in _modules_of(self._model, ""):
                 for name, value in dict.items(vars(module)):
                     was = before.get(path, {}).get(name)
@@ -78,6 +86,20 @@ class Kept:
             )
         self._names[full] = None
 
+    def _look_at_global(self, name: str) -> None:
+        for code, source in _called(self._model):
+            for node in ast.walk(source.tree):
+                if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+                    if isinstance(source.parents[node], ast.BinOp) and _is_set_by(source, node, name):
+                        continue
+                    raise AutoparError(
+                        f"forward() changes {name}, a global in Python, and goes by it: a program does as in its first "
+                        "step",
+                        where=_place(code, node),
+                        remedy="keep it in a buffer (self.register_buffer in __init__, += 1 in forward), or change it "
+                        "outside of forward()",
+                    )
+
     def _is_of_the_batch(self, value: Tensor) -> bool:
         """Whether a tensor is made of inputs or of parameters that are trained, not of numbers and buffers alone."""
         last = compat.node_of(value)
@@ -100,6 +122,22 @@ def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
     for name, child in dict.items(vars(module)["_modules"]):
         if isinstance(child, nn.Module):
             yield from _modules_of(child, f"{path}.{name}" if path else name)
+
+
+def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The globals of the files that a model's own classes are of."""
+    files = dict.fromkeys(type(module).__module__ for module in model.modules())
+    own = (name for name in files if name.partition(".")[0] not in ("torch", "autopar", "transformers"))
+    return [vars(sys.modules[name]) for name in own if name in sys.modules]
+
+
+def _is_set_by(source: Source, node: ast.AST, name: str) -> bool:
+    """Whether a name is read to set it: `calls = calls + 1`."""
+    above: ast.AST | None = node
+    while isinstance(above, ast.expr):
+        above = source.parents.get(above)
+    targets = above.targets if isinstance(above, ast.Assign) else []
+    return any(isinstance(each, ast.Name) and each.id == name for each in targets)
 
 
 def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | None:

@@ -116,3 +116,28 @@ def test_a_second_trace_of_the_same_model_starts_anew() -> None:
     model = Counts()
     capture(model, {"x": torch.randn(3, WIDTH)})
     assert model.calls == 0 and model.last is None
+
+
+_CALLS, _SEEN = 0, 0
+
+
+class CountsGlobally(Net):
+    """A number of the file, by which more is done, or nothing."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        global _CALLS, _SEEN
+        if self.reads:
+            _CALLS = _CALLS + 1
+        _SEEN += 1
+        return self.loss(x) * (2 if _CALLS > 3 else 1)
+
+
+def test_a_global_by_which_forward_goes_is_refused() -> None:
+    """Breaks if a program goes on as in its first step, or a number that nothing is done by is refused."""
+    capture(CountsGlobally(False), {"x": torch.randn(2, WIDTH)})
+    with pytest.raises(AutoparError, match=r"changes _CALLS, a global .*test_kept\.py:\d+"):
+        capture(CountsGlobally(True), {"x": torch.randn(2, WIDTH)})
