@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bart": ("Bart", {**ENCODER, "max_position_embeddings": 64, "pad_token_id": 1, "forced_eos_token_id": 2}),
     "mixtral": ("Mixtral", {**HEADS, **LAYERS, **EXPERTS}),
-    # A window that is shorter than what is generated, norms of queries and keys.
+    # A window that is shorter than what is read, norms of queries and keys.
     "gemma3": (
         "Gemma3",
         {**HEADS, **LAYERS, "head_dim": 8, "sliding_window": 5,
@@ -88,10 +88,43 @@ CLASSES: dict[str, tuple[str, str]] = {
 
 GAIN = 8.0
 """Of matrices as transformers draws them, with which 32 features stay as large as they are."""
+Cell = tuple[dict[str, int], Any]
+"""Sizes of a mesh by axis, and a strategy."""
+PIPELINE = "pipeline(1f1b)"
+CELLS: dict[str, Cell] = {
+    "tensor-2": ({"tp": 2}, "tensor"),
+    "zero3-2": ({"dp": 2}, "zero3"),
+    "split_kv-2": ({"cp": 2}, "split_kv"),
+    "pipeline-2": ({"pp": 2}, PIPELINE),
+    "auto-2": ({"x": 2}, "auto"),
+    "tensor-4": ({"tp": 4}, "tensor"),
+    "zero3+tensor-4": ({"dp": 2, "tp": 2}, {"dp": "zero3", "tp": "tensor"}),
+    "split_kv+tensor-4": ({"cp": 2, "tp": 2}, {"cp": "split_kv", "tp": "tensor"}),
+    "pipeline+tensor-4": ({"pp": 2, "tp": 2}, {"pp": PIPELINE, "tp": "tensor"}),
+    "auto-4": ({"dp": 2, "tp": 2}, "auto"),
+    "ddp+zbv-4": ({"dp": 2, "pp": 2}, {"dp": "ddp", "pp": "pipeline(zbv)"}),
+}
+TWO_STAGES_A_RANK = "ddp+zbv-4"
+NO_KEYS = ("mamba",)
+"""Have no keys and values for `split_kv`, which says so."""
 
 
-def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
-    """A model with random weights, and prompts of different lengths, padded on the left (of Whisper: sounds)."""
+def pairs(*, stages: bool) -> list[tuple[str, str]]:
+    """Each architecture under each strategy that takes it. stages: those with a pipeline, or those without."""
+    return [
+        (name, cell)
+        for name in KINDS
+        for cell, (sizes, _) in CELLS.items()
+        if ("pp" in sizes) == stages
+        and not ("cp" in sizes and name in NO_KEYS)
+        and (cell != TWO_STAGES_A_RANK or name == "qwen2")
+    ]
+
+
+def model_and_prompt(name: str, gain: float = 1.0) -> tuple[Any, dict[str, Tensor]]:
+    """A model with random weights, and prompts of different lengths, padded on the left (of Whisper: sounds). gain: of
+    the matrices; GAIN has tokens depend on all positions before them, and not on the last alone.
+    """
     import transformers
     from transformers.pytorch_utils import Conv1D
 
@@ -101,12 +134,13 @@ def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
     config = getattr(transformers, config_name)(**options)
     build: Callable[[Any], Any] = getattr(transformers, model_name)
     model = build(config).eval()
-    with torch.no_grad():  # as large as in a wide model, so that tokens depend on all positions before them
+    with torch.no_grad():
         for part in model.modules():
             if isinstance(part, torch.nn.Linear | Conv1D) and part is not model.get_output_embeddings():
-                part.weight.mul_(GAIN)
+                part.weight.mul_(gain)
     if name == "whisper":
-        return model, {"input_features": torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(1))}
+        loud = gain * gain * torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(1))
+        return model, {"input_features": loud}
     ids = torch.randint(5, 96, (4, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

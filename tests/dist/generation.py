@@ -14,61 +14,14 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.base.torch_compat.distributed import local_tensor
+from tests.dist.architectures import GAIN, model_and_prompt
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "beams": {"do_sample": False, "num_beams": 2},
-    "sampled": {"do_sample": True},
+    "sampled": {"do_sample": True, "temperature": 1.0},
     "longer": {"do_sample": False, "max_new_tokens": 9},
 }
-
-
-def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
-    """A model with random weights, and prompts of different lengths, padded on the left."""
-    import transformers
-
-    torch.manual_seed(0)
-    words: dict[str, Any] = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
-    heads: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }  # fmt: skip
-    if name == "gpt2":
-        config: Any = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **words)
-        model: Any = transformers.GPT2LMHeadModel(config)
-    elif name == "mamba":  # windows of convolutions and recurrent states, no keys
-        config = transformers.MambaConfig(
-            hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4, use_mambapy=False, **words
-        )
-        model = transformers.MambaForCausalLM(config)
-    elif name == "lfm2":  # a layer of each kind
-        layers = ["conv", "full_attention"]
-        config = transformers.Lfm2Config(**heads, **words, num_hidden_layers=2, layer_types=layers)
-        model = transformers.Lfm2ForCausalLM(config)
-    elif name == "t5":  # keys and values of what an encoder gave, too
-        config = transformers.T5Config(
-            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0,
-            eos_token_id=2,
-        )  # fmt: skip
-        model = transformers.T5ForConditionalGeneration(config)
-    elif name == "mixtral":
-        config = transformers.MixtralConfig(
-            **heads, **words, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
-        )  # fmt: skip
-        model = transformers.MixtralForCausalLM(config)
-    elif name == "bart":
-        config = transformers.BartConfig(
-            d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=96, max_position_embeddings=64, pad_token_id=1,
-            bos_token_id=0, decoder_start_token_id=2, eos_token_id=2, forced_eos_token_id=2,
-        )  # fmt: skip
-        model = transformers.BartForConditionalGeneration(config)
-    else:
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**heads, **words, num_hidden_layers=3))
-    ids = torch.randint(5, 96, (4, 7), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    return model.eval(), {"input_ids": ids, "attention_mask": mask}
 
 
 def generated(model: Any, prompt: dict[str, Tensor]) -> dict[str, list[list[int]]]:
@@ -78,12 +31,6 @@ def generated(model: Any, prompt: dict[str, Tensor]) -> dict[str, list[list[int]
         torch.manual_seed(7)
         found[name] = model.generate(**prompt, **{"max_new_tokens": 5, "pad_token_id": 0, **options}).tolist()
     return found
-
-
-def on_two_ranks(name: str, strategy: str) -> dict[str, list[list[int]]]:
-    model, prompt = model_and_prompt(name)
-    compiled = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), strategy=strategy)
-    return generated(compiled, prompt)
 
 
 def of_odd_prompts(name: str, strategy: str | None) -> list[Any]:
@@ -98,9 +45,9 @@ def of_odd_prompts(name: str, strategy: str | None) -> list[Any]:
     return found
 
 
-def on_stages(name: str, sizes: dict[str, int], strategy: Any) -> dict[str, list[list[int]]]:
-    """On a mesh with a pipeline; every rank has the tokens."""
-    model, prompt = model_and_prompt(name)
+def on_ranks(name: str, sizes: dict[str, int], strategy: Any) -> dict[str, list[list[int]]]:
+    """The tokens of every case, on a mesh."""
+    model, prompt = model_and_prompt(name, GAIN)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return generated(autopar.compile(model, mesh, strategy=strategy), prompt)
 

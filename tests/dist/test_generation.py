@@ -7,32 +7,35 @@ from typing import Any
 
 import pytest
 
-from tests.dist import generation
+from tests.dist import architectures, generation
 from tests.dist.launch import launch
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("qwen2", "tensor"),
-        ("gpt2", "ddp"),
-        ("qwen2", "auto"),
-        ("mamba", "tensor"),
-        ("lfm2", "ddp"),
-        ("t5", "tensor"),
-        ("bart", "zero3"),
-        ("qwen2", "split_kv"),
-        ("t5", "split_kv"),
-    ],
-)
-def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str) -> None:
+@pytest.mark.parametrize(("name", "cell"), architectures.pairs(stages=False))
+def test_every_rank_generates_the_tokens_of_one_process(name: str, cell: str) -> None:
     """A cache that is not handed on, beams that take the cache or the recurrent state of others, a state that a model
     writes into as it reads it, draws that differ between ranks: other tokens than transformers' on one process.
     """
-    want = generation.generated(*generation.model_and_prompt(name))
-    for found in launch(generation.on_two_ranks, 2, name, strategy, timeout_s=240.0):
+    _same_tokens(name, cell)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cell"), architectures.pairs(stages=True))
+def test_every_stage_generates_the_tokens_of_one_process(name: str, cell: str) -> None:
+    """A rank that reads or reorders the cache of a layer that another one has, logits that do not come to all ranks, a
+    token whose stages are cut elsewhere than those of the prompt, or that is placed as the prompt is though it has
+    other calls: an error, or other tokens than transformers' on one process.
+    """
+    _same_tokens(name, cell)
+
+
+def _same_tokens(name: str, cell: str) -> None:
+    sizes, strategy = architectures.CELLS[cell]
+    want = generation.generated(*architectures.model_and_prompt(name, architectures.GAIN))
+    for found in launch(generation.on_ranks, math.prod(sizes.values()), name, sizes, strategy, timeout_s=240.0):
         assert found == want
 
 
@@ -134,29 +137,6 @@ def test_habits_of_other_scripts() -> None:
     """
     want = generation.habits(None)
     for found in launch(generation.habits, 2, "tensor", timeout_s=240.0):
-        assert found == want
-
-
-STAGED = {
-    "qwen2-pp2": ("qwen2", {"pp": 2}, "auto"),
-    "lfm2-pp2": ("lfm2", {"pp": 2}, "auto"),
-    "t5-pp2": ("t5", {"pp": 2}, "auto"),
-    "gpt2-pp2-tp2": ("gpt2", {"pp": 2, "tp": 2}, {"tp": "tensor", "pp": "pipeline(1f1b)"}),
-    "qwen2-dp2-pp2": ("qwen2", {"dp": 2, "pp": 2}, {"dp": "ddp", "pp": "pipeline(zbv)"}),
-}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("case", STAGED)
-def test_every_stage_generates_the_tokens_of_one_process(case: str) -> None:
-    """A rank that reads or reorders the cache of a layer that another one has, logits that do not come to all ranks, a
-    token whose stages are cut elsewhere than those of the prompt, or that is placed as the prompt is though it has
-    other calls: an error, or other tokens than transformers' on one process.
-    """
-    name, sizes, strategy = STAGED[case]
-    want = generation.generated(*generation.model_and_prompt(name))
-    for found in launch(generation.on_stages, math.prod(sizes.values()), name, sizes, strategy, timeout_s=240.0):
         assert found == want
 
 
