@@ -465,6 +465,20 @@ def _compiled_class(original: Any) -> type[Any]:
             )
 
         namespace["resize_token_embeddings"] = resize
+    if hasattr(original, "set_attn_implementation"):
+
+        @wraps(original.set_attn_implementation)
+        def attend(self: CompiledModule, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+            now = self.config._attn_implementation  # type: ignore[union-attr]
+            if attn_implementation != now:
+                raise AutoparError(
+                    f"the attention of a {original.__name__} cannot change behind autopar.compile",
+                    values=f"{now}, asked for {attn_implementation}",
+                    remedy="Call model.set_attn_implementation first (output_attentions=True wants eager), and compile "
+                    "then",
+                )
+
+        namespace["set_attn_implementation"] = attend
     if has_adapters(original):
         namespace.update((name, _of_a_copy(name)) for name in ("merge_and_unload", "unload"))
     return type(original.__name__, (CompiledModule, original), namespace)

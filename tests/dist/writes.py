@@ -246,4 +246,7 @@ def resized() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model: Any = autopar.compile(own, mesh, strategy="zero3", example_inputs=batch)
     model.resize_token_embeddings(model.config.vocab_size)
-    return training.message(lambda: model.resize_token_embeddings(model.config.vocab_size + 1))
+    model.set_attn_implementation(model.config._attn_implementation)
+    return training.message(lambda: model.resize_token_embeddings(model.config.vocab_size + 1)) + training.message(
+        lambda: model.set_attn_implementation("eager")
+    )
