@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
-from autopar.passes.source import Source, source_of
+from autopar.passes.source import Source, flat, source_of
 
 _NUMBERS = (int, float)
 
@@ -72,7 +72,8 @@ class Kept:
 
     def _look_at(self, path: str, name: str, was: Any, value: Any) -> None:
         is_number = type(value) in _NUMBERS and type(was) in _NUMBERS and value != was
-        if not is_number and not (isinstance(value, Tensor) and self._is_of_the_batch(value)):
+        leaves = compat.tree_flatten(value)[0] if type(value) in (tuple, list, dict) else [value]
+        if not is_number and not any(isinstance(x, Tensor) and self._is_of_the_batch(x) for x in leaves):
             return
         full = f"{path}.{name}" if path else name
         line = _line_that_goes_by(self._model, name, is_number)
@@ -196,7 +197,7 @@ def _reads(node: ast.AST, name: str) -> TypeGuard[ast.Attribute]:
 def _sets(node: ast.AST, name: str) -> TypeGuard[ast.Assign | ast.AugAssign]:
     """Whether a statement sets an attribute."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-    return any(isinstance(each, ast.Attribute) and each.attr == name for each in targets)
+    return any(isinstance(each, ast.Attribute) and each.attr == name for each in flat(targets))
 
 
 def _goes_on(node: ast.AST, name: str) -> bool:

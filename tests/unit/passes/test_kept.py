@@ -141,3 +141,29 @@ def test_a_global_by_which_forward_goes_is_refused() -> None:
     capture(CountsGlobally(False), {"x": torch.randn(2, WIDTH)})
     with pytest.raises(AutoparError, match=r"changes _CALLS, a global .*test_kept\.py:\d+"):
         capture(CountsGlobally(True), {"x": torch.randn(2, WIDTH)})
+
+
+class Carries(Net):
+    """The states of a recurrent layer go on with the next batch."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.rnn, self.together = nn.LSTM(WIDTH, WIDTH), together
+        self.states: tuple[Tensor, Tensor] | None = None
+        self.h, self.c = torch.zeros(2, 1, 2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.together:
+            y, states = self.rnn(x[None], self.states)
+            self.states = (states[0].detach(), states[1].detach())
+        else:
+            y, (h, c) = self.rnn(x[None], (self.h, self.c))
+            self.h, self.c = h.detach(), c.detach()
+        return self.loss(y)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_states_that_are_carried_on_are_refused(together: bool) -> None:
+    """Breaks if a program begins with the first states in every step, as they are in a tuple or set with others."""
+    with pytest.raises(AutoparError, match=r"an attribute in Python, and goes by what it was.*test_kept\.py:\d+"):
+        capture(Carries(together), {"x": torch.randn(2, WIDTH)})
