@@ -177,7 +177,7 @@ def _with_repeated_blocks(
             clone.forward = Ragged(numbers).within(kept.within(counted.within(clone.forward)))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
                 checks, reads = ChecksPass(clone), PlainReads(counted)
-                with numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
+                with compat.traced_in(mode), numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 if inner_gradients.is_within(exported):
                     return None  # they go through blocks, which have to be there
@@ -234,7 +234,7 @@ def _whole(
         clone.forward = branches.within(clone)
         modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted))
         try:
-            with whole_numbers(numbers, files):
+            with compat.traced_in(mode), whole_numbers(numbers, files):
                 exported = _export(clone, batch(mode), branches, numbers, *modes)
         except AutoparError as error:
             if changed is not None and compat.is_data_dependent(error.__cause__ or error):
@@ -355,12 +355,15 @@ def _export(
 def _without_writes(
     exported: torch.export.ExportedProgram, arguments: Mapping[str, Any]
 ) -> torch.export.ExportedProgram:
-    for module in graph_modules(exported.graph_module):
+    modules = list(graph_modules(exported.graph_module))
+    for module in modules:
         mutation.without_idle_dropout(module)
         mutation.part_detached(module, origin_of)
         mutation.detach_operands(module)
     if make_functional(exported):
         return exported
+    for module in modules:  # whose code torch runs
+        module.recompile()
     names = [str(spec.target) for spec in exported.graph_signature.input_specs if spec.target]
     # torch writes a program of its own here and runs it, with these names as they are.
     unsafe = [name for name in names if not name.isprintable() or set(name) & {'"', "\\"}]

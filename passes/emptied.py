@@ -59,7 +59,7 @@ def meta_clone(
     for parameter in model.parameters():
         if id(parameter) not in left_out:
             empty = emptied(parameter, precision, mode)
-            memo[id(parameter)] = _kept(nn.Parameter(empty, requires_grad=parameter.requires_grad), mode)
+            memo[id(parameter)] = _kept(compat.parameter(empty, parameter.requires_grad), mode)
     for buffer in model.buffers():
         if id(buffer) not in left_out:
             memo[id(buffer)] = _kept(emptied(buffer, None, mode), mode)

@@ -160,7 +160,7 @@ def _normalized(operands: Sequence[Any], known: dict[Any, list[Tensor]]) -> list
     key = tuple([(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in operands])
     if key not in known:
         known[key] = list(_FUNCTIONAL_NORM(*operands))
-    return [torch.empty_like(each) for each in known[key]]
+    return [compat.another(each) for each in known[key]]
 
 
 def _functional(node: fx.Node) -> compat.OpOverload | None:

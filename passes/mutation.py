@@ -88,7 +88,6 @@ def detach_operands(module: fx.GraphModule) -> None:
                 detached = module.graph.call_function(_aten.detach.default, (given,))
             detached.meta = dict(given.meta)
             node.replace_input_with(given, detached)
-    module.recompile()
 
 
 def part_detached(module: fx.GraphModule, where: Callable[[fx.Node], str]) -> None:
@@ -115,7 +114,6 @@ def part_detached(module: fx.GraphModule, where: Callable[[fx.Node], str]) -> No
             copied = module.graph.call_function(_aten.clone.default, (node,))
         copied.meta = dict(node.meta)
         node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
-    module.recompile()
 
 
 def without_idle_dropout(module: fx.GraphModule) -> None:
@@ -129,7 +127,6 @@ def without_idle_dropout(module: fx.GraphModule) -> None:
         if isinstance(source, fx.Node) and not (trains and probability):
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
-    module.recompile()
 
 
 def unsaid_views(graph: fx.Graph) -> set[compat.OpOverload]:

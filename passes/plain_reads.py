@@ -1,7 +1,8 @@
 """What is asked of tensors that nobody who watches a trace minds: their types, and how they lie.
 
 Each mode around `torch.export` sees every call of a function of torch, and hands it on to the next; so does torch
-itself, which asks of each parameter some hundred such things before forward is traced. They are answered at once.
+itself, which asks of each parameter some hundred such things before forward is traced. They are answered at once, as is
+all that is asked while the model does not run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class PlainReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in PLAIN or (func in SIZES and not self._counted.is_on):
+        if not compat.model_runs() or func in PLAIN or (func in SIZES and not self._counted.is_on):
             with compat.no_torch_functions():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

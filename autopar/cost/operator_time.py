@@ -40,11 +40,15 @@ def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh
 
 def seconds_of_each(call: OpCall, rule: Rule, strategies: Sequence[NodeStrategy], mesh: Mesh) -> Iterator[float]:
     """Seconds that an operator computes, and communicates by itself, under each of these strategies. Where nothing
-    travels they do not depend on stripes: all ranks have equally much of a factor, however it is cut.
+    travels they do not depend on stripes, nor on which of two axes of one size does what: all ranks have equally much
+    of a factor, however it is cut.
     """
     known: dict[object, float] = {}
     for each in strategies:
-        key = each.choices if rule.pair is not None else tuple((c.kind, c.factor, c.group) for c in each.choices)
+        key: object = each.choices
+        if rule.pair is None:
+            did = zip(each.choices, mesh.sizes, strict=True)
+            key = tuple(sorted((c.kind, c.factor or "", c.group or 0, size) for c, size in did))
         if key not in known:
             known[key] = operator_seconds(call, rule, each, mesh) + exposed_seconds(call, rule, each, mesh)
         yield known[key]

@@ -223,11 +223,9 @@ def each_sharding(
         found = longer
     for choices, _, placed in found:
         if not _do_pairs_clash(rule, choices):
-            operands = tuple(tuple(axis[0][i] for axis in placed) for i in range(len(rule.operands)))
-            results = tuple(
-                None if result is None else tuple(axis[1][i] for axis in placed)
-                for i, result in enumerate(rule.results)
-            )
+            operands = tuple(zip(*(axis[0] for axis in placed), strict=True)) if placed else ((),) * len(rule.operands)
+            made = zip(*(axis[1] for axis in placed), strict=True) if placed else ((),) * len(rule.results)
+            results = tuple(None if result is None else own for result, own in zip(rule.results, made, strict=True))
             yield choices, (operands, results)
 
 

@@ -29,6 +29,10 @@ from autopar.passes.blocks.recording import Recording, difference, has_slots, he
 from autopar.passes.blocks.words import note, words_of
 from autopar.passes.blocks.write import Traced, Written, write_out
 
+LEAST_HIDDEN = 2
+"""So many times the tensors that are shown those have to be that are not: one block that repeats no other costs a
+trace, what is shown costs about what an operator of it does.
+"""
 MOST_MISSED = 1
 """So many blocks that were not shown to the tracer may turn out to repeat none; then all are shown."""
 
@@ -56,6 +60,9 @@ class Blocks:
             for path, kind in alike.kinds(blocks, self._structures).items():
                 if first.setdefault(kind, path) != path:
                     self._hollow.add(path)
+        hidden = sum(map(_count_tensors, map(self.paths.__getitem__, self._hollow)))
+        if hidden < LEAST_HIDDEN * (_count_tensors(model) - hidden):
+            self._hollow.clear()
         self._differences = alike.differences(self.paths, self._structures)
         self._numbers = alike.numbers(self.paths, self._structures) if with_cache else {}
 
@@ -199,6 +206,11 @@ class Blocks:
     ) -> Written:
         """As `write.write_out`."""
         return write_out(graph, origins, names, self.traced, constants, inputs)
+
+
+def _count_tensors(module: nn.Module) -> int:
+    """How many parameters and buffers a module has."""
+    return sum(1 for _ in module.parameters()) + sum(1 for _ in module.buffers())
 
 
 def _counts(module: nn.Module) -> bool:

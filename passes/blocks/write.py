@@ -74,9 +74,14 @@ def write_out(
     Raises:
         NotRepeated: a block reads or gives more than what it is called with and returns.
     """
-    bodies = {found.key: _body(graph, found, names) for found in traced}
-    whole = {found.key for found in traced if _is_one_piece(found, bodies[found.key])}
     repeats = [node for node in graph.nodes if node.target in REPEATS]
+    enters = {node.args[1]: node for node in graph.nodes if node.target is ENTER}
+    leaves = {node.args[1]: node for node in graph.nodes if node.target is LEAVE}
+    # Of a block that nobody reads nothing is left in the graph, so nothing is written.
+    bodies = {key: _body(graph, traced[key], enter, leaves.get(key), names) for key, enter in enters.items()}
+    if unseen := [node for node in repeats if node.args[1] not in bodies]:
+        raise NotRepeated(f"{unseen[0].args[2]} repeats a block of which nothing is left")
+    whole = {key for key, body in bodies.items() if _is_one_piece(traced[key], body)}
     copies: dict[str, str] = {}
     for node in repeats:
         found = traced[node.args[1]]
@@ -116,7 +121,7 @@ class _Holders:
             return self._known[name]
         if name not in self.made:
             with self._graph.inserting_before(next(iter(self._graph.nodes))):
-                self.made[name] = self._graph.placeholder("p_" + re.sub(r"\W", "_", name))
+                self.made[name] = self._graph.placeholder("p_" + re.sub(r"\W", "_", name).lower())
             self.made[name].meta = dict(like.meta)
         return self.made[name]
 
@@ -137,10 +142,8 @@ class _Body:
     made: list[fx.Node]
 
 
-def _body(graph: fx.Graph, found: Traced, names: Mapping[fx.Node, str]) -> _Body:
-    enters = {node.args[1]: node for node in graph.nodes if node.target is ENTER}
-    leaves = {node.args[1]: node for node in graph.nodes if node.target is LEAVE}
-    enter, leave = enters[found.key], leaves.get(found.key)
+def _body(graph: fx.Graph, found: Traced, enter: Any, leave: Any, names: Mapping[fx.Node, str]) -> _Body:
+    """enter, leave: nodes of the marks around it; None where it makes nothing."""
     made: list[fx.Node] = list(leave.args[0]) if leave is not None else []
     inside: set[fx.Node] = set()
     waiting = list(made)

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import operators
 from autopar.base.torch_compat import recorder, tracing
 from autopar.passes import emptied
+from autopar.passes.capture import capture
 from autopar.passes.differentiate import simplify
 
 aten = torch.ops.aten
@@ -121,3 +122,20 @@ def test_parameters_stand_for_themselves_in_an_export() -> None:
         assert mode.from_tensor(value, static_shapes=True) is value
         assert value.device.type == "cpu" and tracing.is_stand_in(value)
     assert isinstance(model.weight, torch.nn.Parameter) and model.weight.requires_grad
+    with tracing.traced_in(mode):
+        exported = torch.export.export(model, (tracing.stand_in(_meta(2, 3), mode),), strict=False)
+    assert all(tracing.mode_of(node.meta.get("val")) in (mode, None) for node in exported.graph.nodes)
+    assert exported.state_dict["weight"] is model.weight
+
+
+def test_a_model_runs_while_it_is_traced_and_not_behind() -> None:
+    """Breaks if what modes see is taken for the model's where torch asks, or what a model asks for torch's."""
+    seen = list[bool]()
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(tracing.model_runs())
+            return x + 1
+
+    capture(Model(), {"x": torch.ones(2)})
+    assert seen == [True] and not tracing.model_runs()

@@ -44,9 +44,14 @@ from autopar.base.torch_compat.frames import model_frames as model_frames
 from autopar.base.torch_compat.frames import model_source_line as model_source_line
 from autopar.base.torch_compat.frames import own_frames
 from autopar.base.torch_compat.recorder import current, recorded
+from autopar.base.torch_compat.stand_ins import another as another
 from autopar.base.torch_compat.stand_ins import fake_mode as fake_mode
+from autopar.base.torch_compat.stand_ins import model_running as model_running
+from autopar.base.torch_compat.stand_ins import model_runs as model_runs
 from autopar.base.torch_compat.stand_ins import on_meta as on_meta
+from autopar.base.torch_compat.stand_ins import parameter as parameter
 from autopar.base.torch_compat.stand_ins import stand_in as stand_in
+from autopar.base.torch_compat.stand_ins import traced_in as traced_in
 from autopar.base.torch_compat.stand_ins import traced_itself as traced_itself
 from autopar.base.torch_compat.trees import ReadNumber as ReadNumber
 from autopar.base.torch_compat.trees import dump_treespec as dump_treespec
@@ -370,7 +375,8 @@ class _OfItsThread(proxy_tensor._ModuleStackTracer):
         """What calling a module gives."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        with model_running():
+            return super().call_module(m, forward, args, kwargs)
 
 
 def make_fx(

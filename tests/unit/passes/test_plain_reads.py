@@ -1,6 +1,7 @@
 """What no mode of a trace minds. Breaks if it is still handed on, or if what a mode has an answer to is not."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -43,11 +44,11 @@ SIZES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _seen(read: Callable[[Tensor], Any], *, in_forward: bool) -> tuple[list[str], Any]:
+def _seen(read: Callable[[Tensor], Any], *, in_forward: bool, runs: bool = True) -> tuple[list[str], Any]:
     counted, seen = CountedRows(Chosen(), Numbers()), _Seen()
     counted.is_on = in_forward
     x = torch.zeros(2, 3, requires_grad=True)
-    with seen, PlainReads(counted):
+    with compat.model_running() if runs else nullcontext(), seen, PlainReads(counted):
         found = read(x)
     return seen.names, found == read(x)
 
@@ -65,8 +66,12 @@ def test_sizes_are_handed_on_while_forward_runs(name: str) -> None:
     assert len(names) == 1 and same
 
 
-def test_what_computes_is_handed_on() -> None:
-    assert _seen(lambda x: torch.equal(x + 1, x + 1), in_forward=False)[0] == ["add", "add", "equal"]
+def test_what_computes_is_handed_on_while_the_model_runs() -> None:
+    def computes(x: Tensor) -> bool:
+        return torch.equal(x + 1, x + 1)
+
+    assert _seen(computes, in_forward=False) == (["add", "add", "equal"], True)
+    assert _seen(computes, in_forward=False, runs=False) == ([], True)
 
 
 def test_code_of_a_traced_graph_is_not_written() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.cli.models import catalogue
-from tests.unit.passes.repeated import Asking, Block, Scaled, Stack, texts
+from autopar.passes.capture import capture
+from tests.unit.passes.repeated import Asking, Block, Row, Scaled, Stack, texts
 from tests.unit.tiers import mostly_slow
 
 REPEATS = {
@@ -230,3 +231,32 @@ def test_only_what_is_the_same_is_repeated(case: str, monkeypatch: pytest.Monkey
     assert once == whole
     assert repeats == expected
     assert not any("forward" in vars(block) for block in model.blocks)
+
+
+class Unread(Row):
+    """Two blocks of three whose results nobody reads, of which the tracer keeps nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.blocks
+        for block in others:
+            block(x)
+        return (first(x) + 1).sum()
+
+
+def test_blocks_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a model is traced again, whole, because nothing is left of a block whose result it drops."""
+    model = Unread([Block(), Scaled(1), Scaled(1)])
+    once, whole, repeats = texts(model, {"x": torch.randn(2, 4)}, monkeypatch)
+    assert once == whole and repeats == 1
+
+
+@pytest.mark.parametrize(("count", "traces"), [(2, 1), (4, 3)])
+def test_few_blocks_are_shown(count: int, traces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if few blocks are not shown to the tracer, where one that repeats no other, as by its number here, costs
+    another trace; or if many are.
+    """
+    seen = list[int]()
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **named: seen.append(1) or export(*args, **named))
+    capture(Stack([Scaled(number) for number in range(count)]), {"x": torch.randn(2, 4)})
+    assert len(seen) == traces

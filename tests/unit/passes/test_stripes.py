@@ -47,11 +47,12 @@ def test_stripes_go_back_to_the_weight() -> None:
 
 
 @pytest.mark.moderate
-def test_what_is_worked_out_for_all_is_so_for_each() -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_worked_out_for_all_is_so_for_each(size: int) -> None:
     """Breaks if what an axis makes of an operator is taken from a choice that leaves other sizes, or seconds from one
-    that splits another factor.
+    that splits another factor, or on axes of other sizes.
     """
-    mesh = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
+    mesh = Mesh({"dp": size, "tp": 2}, hardware="cpu")
     request = Request(Thirds(), {"x": torch.randn(4, 8)}, mesh, resolve("auto", mesh))
     program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
     striped = 0
