@@ -321,10 +321,12 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
             logger.info("%s cannot win by how it keeps parameters", [each.name for each in strategies])
             continue
         like = programs.placed_by(modes[0], firsts[family]) if family in firsts else None
-        least = programs.least_named_s(modes[0], strategies, BEYOND * tried.step_s, like)
-        if max(least) > BEYOND * tried.step_s:
-            logger.info("%s takes %.3g s or more", [each.name for each in strategies], max(least))
-            values[family] = max(values.get(family, 0.0), least[0])
+        enough = BEYOND * tried.step_s
+        of_values_s, transfers_s = programs.least_named_s(modes[0], strategies, enough, like, tried.step_s)
+        if of_values_s > enough or transfers_s >= tried.step_s:
+            logger.info("%s takes %.3g s or more", [each.name for each in strategies], max(of_values_s, transfers_s))
+            if of_values_s > enough:
+                values[family] = of_values_s
             continue
         if family in firsts and not (yield from _is_close(programs, strategies, firsts[family], modes[0], tried)):
             continue
@@ -438,6 +440,10 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
             if splits in excluded or others in forbidden or least_s(strategies, mode) >= tried.step_s:
                 break
             if max(values.get(family_of(strategies), 0.0), outside.get(others, 0.0)) > BEYOND * tried.step_s:
+                break
+            if programs.cannot_split(mode, strategies):
+                logger.info("%s cannot split the sequence", [each.name for each in strategies])
+                forbidden.add(others)
                 break
             yield replace(asked, rematerialize=mode, placed_by=strategies, spread=spread, explain=False)
             if tried.excluded:

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field, replace
 from autopar import pipeline
 from autopar.base.errors import AutoparError
 from autopar.base.garbage import spare
-from autopar.cost.context import computing_seconds
+from autopar.cost.context import computing_seconds, zigzag_axes
 from autopar.cost.fusion import FUSED, OPAQUE
 from autopar.cost.roofline import optimizer_time_s
 from autopar.ir.placement import Learnt
 from autopar.ir.program import Mode, Program
 from autopar.passes.placement.least import Least
+from autopar.passes.placement.one_axis import cannot_split
 from autopar.planner.assembly import make_plan
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.context import Spread
+from autopar.strategies.context import Spread, family_of
 from autopar.strategies.request import Attempt, Progress
 
 NEEDED = ("rematerialize", "annotate", "place", "insert_collectives")
@@ -157,7 +158,12 @@ class Programs:
         return self._least_s[mode]
 
     def least_named_s(
-        self, mode: Mode, strategies: tuple[AxisStrategy, ...], enough: float, like: Program | None = None
+        self,
+        mode: Mode,
+        strategies: tuple[AxisStrategy, ...],
+        enough: float,
+        like: Program | None = None,
+        lost: float = math.inf,
     ) -> tuple[float, float]:
         """As `Least.seconds`, once something was placed for `auto`; nothing where that cannot be had, or takes longer
         than it saves.
@@ -166,9 +172,25 @@ class Programs:
             return 0.0, 0.0
         least = Least.of(self.annotated(mode), self.learnt(mode).facts)
         try:
-            return (0.0, 0.0) if least is None else least.seconds(strategies, enough, like)
+            return (0.0, 0.0) if least is None else least.seconds(strategies, enough, like, lost)
         except AutoparError:  # the placement says the same
             return 0.0, 0.0
+
+    def cannot_split(self, mode: Mode, strategies: tuple[AxisStrategy, ...]) -> bool:
+        """Whether it is known, once something was placed for `auto`, that strategies cannot split the sequence,
+        whatever attention does (`one_axis.cannot_split`): the program need not be prepared for them.
+        """
+        spread = Spread.of(strategies, self.asked.mesh)
+        least = Least.of(self.annotated(mode), self.learnt(mode).facts)
+        if least is None or zigzag_axes(self.recomputing(mode, spread), self.asked.mesh, spread.zigzag):
+            return False
+        try:
+            found = cannot_split(least, strategies)
+        except AutoparError:  # the placement says the same
+            return False
+        if found:
+            self._refused.append(family_of(strategies))
+        return found
 
     def _prepared(self, attempt: Attempt, passes: tuple[pipeline.Pass, ...], program: Program) -> Program:
         found, times = self._run(attempt, passes, program)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.solver import compiled, compiled_presolve, compiled_sweep
+from autopar.solver import compiled, compiled_moves, compiled_presolve, compiled_sweep
+from autopar.solver.improve import TRIES_PER_NODE
 from autopar.solver.problem import BoolArray, Edge, FloatArray, IntArray
 
 SWEEPS = 40
@@ -24,23 +25,19 @@ class Lower:
         ]
         self._sides = compiled_presolve.sides(num_choices, edges)
         self._flat = compiled.flatten(num_choices, edges)
-        self.alive: list[BoolArray] | None = None
-        """What the last bound left of the choices; None: nothing of some node's."""
+        self._starts = (self._sides.rows * self._sides.columns).cumsum() - self._sides.rows * self._sides.columns
+        self.messages = np.zeros(int((self._flat.into_v + self._flat.width)[-1]) if len(edges) else 0)
+        """Of the last bound."""
 
-    def bound(self, costs: Sequence[FloatArray], cells: FloatArray, enough: float) -> float:
-        """No choice costs less. costs: of nodes; cells: of the pairs of classes of each edge, one edge after the other.
-        Neither is negative. Messages are passed until the bound is `enough`, or will not be.
+    def bound(self, costs: FloatArray, cells: FloatArray, enough: float) -> float:
+        """No choice costs less. costs: of choices, of one node after the other; cells: of the pairs of classes of each
+        edge, likewise. Neither is negative, and what is infinite is so as `narrow` leaves it. Messages are passed until
+        the bound is `enough`, or will not be.
         """
-        flat = np.concatenate(costs)
-        alive = np.isfinite(flat)
-        self.alive = None
-        if self._forbids(alive, cells):
-            return np.inf
-        self.alive = np.split(alive, self._sides.base[1:-1])
         # What costs as much as is enough need not be told from what is forbidden.
         most = 2.0 * enough
-        flat, cells = np.where(alive, np.minimum(flat, most), most), np.minimum(cells, most)
-        messages = np.zeros(int((self._flat.into_v + self._flat.width)[-1]) if len(self._flat.u) else 0)
+        flat, cells = np.minimum(costs, most), np.minimum(cells, most)
+        messages = self.messages = np.zeros(len(self.messages))
         best = 0.0
         if enough <= 0.0:
             return best
@@ -53,11 +50,22 @@ class Lower:
                 break
         return best
 
-    def forbids_all(self, alive: Sequence[BoolArray], cells: FloatArray) -> bool:
-        """Whether what cells forbid, as of `bound`, leaves some node none of these choices."""
-        return self._forbids(np.concatenate(alive), cells)
+    def found(self, costs: FloatArray, cells: FloatArray) -> IntArray | None:
+        """A choice of every node that nothing forbids; None where it is not found by going from node to node as the
+        messages of the last bound say, and leaving the others what goes together.
+        """
+        choice = np.zeros(len(self._sides.base) - 1, dtype=np.int64)
+        forbids = np.logical_or.reduceat(np.isinf(cells), self._starts) if len(cells) else np.zeros(0, dtype=bool)
+        given = (self._flat, costs, cells, self.messages, forbids, choice, TRIES_PER_NODE)
+        return choice if compiled_moves.decode_consistently(*given) else None
 
-    def _forbids(self, alive: BoolArray, cells: FloatArray) -> bool:
-        """As `forbids_all`, of all choices one after the other; else `alive` is left what goes together, in place."""
+    def narrow(self, alive: BoolArray, cells: FloatArray) -> bool:
+        """Leave of choices, of one node after the other, those that go together, in place. Whether that is none of some
+        node's. cells: as of `bound`.
+        """
         counts = np.add.reduceat(alive.astype(np.int64), self._sides.base[:-1])
         return not counts.all() or compiled_presolve.narrow(self._sides, np.isfinite(cells), alive) >= 0
+
+    def split(self, alive: BoolArray) -> list[BoolArray]:
+        """Of choices, of one node after the other, those of each node."""
+        return np.split(alive, self._sides.base[1:-1])

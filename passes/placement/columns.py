@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.ir.region import Options
+from autopar.ir.region import NodeStrategy, Options
 from autopar.ir.sharding import Sharding, num_pieces, replicated
 
 
@@ -48,4 +48,17 @@ def result(options: Options, index: int) -> Column:
         given = [strategy.results[index] for strategy in options.strategies]
         whole = [replicated(len(strategy.choices)) for strategy in options.strategies]
         options.columns[key] = Column([each or other for each, other in zip(given, whole, strict=True)])
+    return options.columns[key]
+
+
+def of_axis(options: Options, axis: int) -> Sequence[NodeStrategy]:
+    """The strategies in which no other axis does anything."""
+    key = ("axis", axis)
+    if key not in options.columns:
+        others = (
+            [each for each in range(len(options.strategies[0].choices)) if each != axis] if options.strategies else []
+        )
+        options.columns[key] = [
+            strategy for strategy in options.strategies if all(strategy.choices[a].kind == "none" for a in others)
+        ]
     return options.columns[key]

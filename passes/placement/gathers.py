@@ -25,6 +25,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 from autopar.ir.tensor_type import TensorType
+from autopar.passes.placement import columns
 from autopar.strategies.axis import AxisStrategy
 
 WHOLE = "is computed whole on every rank"
@@ -193,9 +194,7 @@ class _Walk:
         nothing.
         """
         best, most = None, (-1, -1)
-        for strategy in region.options[node.name].strategies:
-            if any(choice.kind != "none" for a, choice in enumerate(strategy.choices) if a != self.axis):
-                continue
+        for strategy in columns.of_axis(region.options[node.name], self.axis):
             wanted = [each[self.axis] for each in strategy.operands]
             pairs = list(zip(operands, wanted, strict=True))
             if not all(self._may_become(have, want) for have, want in pairs):

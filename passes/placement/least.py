@@ -13,18 +13,22 @@ over it; where each way to keep a parameter is in pieces, one is gathered. A ste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from autopar.cost.call_times import lane_of
 from autopar.cost.roofline import CollectiveKind, collective_time_s
-from autopar.ir.classes import Key
+from autopar.cost.step_time import Lane
+from autopar.ir.classes import Key, value_name
+from autopar.ir.graphs import operands_of
 from autopar.ir.program import Program
-from autopar.ir.region import Call, Region
+from autopar.ir.region import Call
 from autopar.ir.sharding import Partial, Replicate
-from autopar.passes.placement.gathers import blocked_operators
+from autopar.passes.placement.gathers import Blocked, blocked_operators
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.narrow import alike
 from autopar.passes.placement.parts import Link, Slot, kinds_of, with_gathers
@@ -39,12 +43,16 @@ LEAST = ("least",)
 """What is known of it, among facts."""
 MOST_PAIRS = 2e7
 """Of layouts: of more, numbers are not kept for all."""
-GATHERED = "gathered"
-"""The leave of what operators read in regions of which some cannot be split."""
+Kinds = tuple[frozenset[str], ...]
+"""What each axis may use to move values."""
 
 
 def _ends(link: Link) -> tuple[int, np.ndarray, int, np.ndarray]:
     return link.u, link.sources.number, link.v, link.targets.number
+
+
+def _together(one: Sequence[frozenset[str]], other: Sequence[frozenset[str]]) -> Kinds:
+    return tuple(a | b for a, b in zip(one, other, strict=True))
 
 
 def without_edges(built: PlacementProblem) -> PlacementProblem:
@@ -61,22 +69,25 @@ class Least:
 
     def __init__(self, program: Program, built: PlacementProblem, facts: dict[tuple[str, ...], Any]) -> None:
         self.program, self.built, self.facts = program, built, facts
-        self._links = [link for link in built.links if link.leave and link.u != link.v]
+        self.links = [link for link in built.links if link.leave and link.u != link.v]
+        """What lies between nodes, where leave is asked for what is moved there."""
         kept = {slot.node for slot in built.slots.values()} | {slot.gradient for slot in built.slots.values()}
         nodes = built.problem.nodes
-        self._costs = [
-            np.where(np.isfinite(node.costs), 0.0, np.inf) if index in kept else node.costs
-            for index, node in enumerate(nodes)
-        ]
+        self._costs = np.concatenate(
+            [
+                np.where(np.isfinite(node.costs), 0.0, np.inf) if index in kept else node.costs
+                for index, node in enumerate(nodes)
+            ]
+        )
         gradients = {slot.gradient for slot in built.slots.values()}
         relays = {index for index, _ in built.relays.values()}
         self._makers = {link.v: link for link in built.links if link.v in gradients or link.v in relays}
         """Of gradients and of relays: what makes what they are of."""
-        self._lower = Lower([len(node.costs) for node in nodes], [_ends(link) for link in self._links])
-        self._times = np.repeat(
-            [link.times for link in self._links],
-            [len(link.sources.distinct) * len(link.targets.distinct) for link in self._links],
-        )
+        self._lower = Lower([len(node.costs) for node in nodes], [_ends(link) for link in self.links])
+        self._asked: tuple[object, np.ndarray] | None = None
+        sizes = [len(link.sources.distinct) * len(link.targets.distinct) for link in self.links]
+        self._starts = np.cumsum([0, *sizes])[:-1].tolist()
+        self._times = np.repeat([link.times for link in self.links], sizes)
 
     @staticmethod
     def of(program: Program, facts: dict[tuple[str, ...], Any]) -> Least | None:
@@ -92,16 +103,20 @@ class Least:
         return found
 
     def seconds(
-        self, strategies: Sequence[AxisStrategy], enough: float, like: Program | None = None
+        self, strategies: Sequence[AxisStrategy], enough: float, like: Program | None = None, lost: float = math.inf
     ) -> tuple[float, float]:
-        """Of computing and moving values, and of moving parameters and gradients: no step takes less than either under
-        these strategies. Nothing more is looked for once the first is `enough`; infinite where there is no placement.
+        """Of computing and moving values, and of moving parameters and gradients over one kind of links: no step takes
+        less than either under these strategies. Nothing more is looked for once the first is `enough`, and not even
+        that where the second is `lost`; infinite where there is no placement.
 
         like: a placed program; operators do as they do there, and the first is not looked for.
 
         Raises:
             AutoparError: an input that a strategy must split and cannot.
         """
+        blocked = blocked_operators(self.program, strategies, self.facts)
+        if like is None and (found := self._at_first(strategies, blocked, enough, lost)) is not None:
+            return found
         alive = choices_within(self.built, self.program, strategies, self.facts)
         if like is not None:
             axes = range(len(strategies))
@@ -109,12 +124,61 @@ class Least:
                 does = np.zeros(len(options), dtype=bool)
                 does[alike(options, like.region(region).strategies[node], axes)] = True
                 alive[index] = does if does.any() else alive[index]
-        costs = [np.where(mask, own, np.inf) for mask, own in zip(alive, self._costs, strict=True)]
-        blocked = blocked_operators(self.program, strategies, self.facts)
-        cells = self._cells(strategies, frozenset(each.region for each in blocked))
-        bound = self._lower.bound(costs, cells, enough if like is None else 0.0)
-        kept = self._lower.alive
-        return bound, np.inf if kept is None else self._transfers_s(strategies, kept)
+        regions = frozenset(each.region for each in blocked)
+        more = with_gathers(strategies)
+        both = {leave: _together(each, more) for leave, each in kinds_of(strategies).items()}
+        gathered = {i: both[link.leave] for i, link in enumerate(self.links) if link.region in regions}
+        flat, cells = np.concatenate(alive) & np.isfinite(self._costs), self._cells(strategies, gathered)
+        if self._lower.narrow(flat, cells):
+            return np.inf, np.inf
+        transfers_s = self._transfers_s(strategies, self._lower.split(flat))
+        if like is not None or transfers_s >= lost:
+            return 0.0, transfers_s
+        return self._lower.bound(np.where(flat, self._costs, np.inf), cells * self._times, enough), transfers_s
+
+    def _at_first(
+        self, strategies: Sequence[AxisStrategy], blocked: Sequence[Blocked], enough: float, lost: float
+    ) -> tuple[float, float] | None:
+        """As `seconds`, where strategies are let off no more than that what blocked operators read is gathered: where
+        there is a placement so, they get no other. None where none is found.
+        """
+        if not blocked and all(each.required != "shard_matrices" for each in strategies):
+            return None
+        alive = choices_within(self.built, self.program, strategies, self.facts, excused=())
+        flat = np.concatenate(alive) & np.isfinite(self._costs)
+        at = {self.built.operators[each.region, each.node][0] for each in blocked} | self._relays_to(blocked)
+        more = tuple(with_gathers(strategies))
+        cells = self._cells(strategies, {i: more for i, link in enumerate(self.links) if link.v in at})
+        if self._lower.narrow(flat, cells):
+            return None
+        transfers_s = self._transfers_s(strategies, self._lower.split(flat))
+        costs, cells = np.where(flat, self._costs, np.inf), cells * self._times
+        bound = self._lower.bound(costs, cells, 0.0 if transfers_s >= lost else enough)
+        choice = self._lower.found(costs, cells)
+        return None if choice is None or not self._is_allowed(choice, strategies) else (bound, transfers_s)
+
+    def _relays_to(self, blocked: Sequence[Blocked]) -> set[int]:
+        """Nodes of the relays through which blocked operators read."""
+        found = set[int]()
+        names = {(each.region, each.node) for each in blocked}
+        for region in self.program.regions:
+            for node in region.graph.nodes if any(name == region.name for name, _ in names) else ():
+                if (region.name, node.name) in names:
+                    keys = [(region.name, value_name(source)) for source in operands_of(node)]
+                    found |= {self.built.relays[key][0] for key in keys if key in self.built.relays}
+        return found
+
+    def _is_allowed(self, choice: np.ndarray, strategies: Sequence[AxisStrategy]) -> bool:
+        """Whether a choice goes together, too, where no leave is asked for, or a node is joined to itself."""
+        kinds = {leave: Redistribution(self.program.on_mesh, each) for leave, each in kinds_of(strategies).items()}
+        for link in self.built.links:
+            if link.leave and link.u != link.v:
+                continue
+            moves = kinds.get(link.leave, kinds["anywhere"])
+            source, target = link.sources.each[choice[link.u]], link.targets.each[choice[link.v]]
+            if not np.isfinite(moves.seconds(link.type_, source, target, free=not link.leave)):
+                return False
+        return True
 
     def forbids(self, strategies: Sequence[AxisStrategy]) -> bool:
         """Whether there is no placement, memory aside, where strategies are let off nothing but matrices that stay
@@ -124,41 +188,55 @@ class Least:
             AutoparError: an input that a strategy must split and cannot.
         """
         alive = choices_within(self.built, self.program, strategies, self.facts)
-        return self._lower.forbids_all(alive, self._cells(strategies, ()))
+        return self.forbids_all(alive, self._cells(strategies, {}))
 
-    def _cells(self, strategies: Sequence[AxisStrategy], gathered: Collection[str]) -> np.ndarray:
-        """Seconds of all pairs of layouts, of one link after the other."""
-        kinds = kinds_of(strategies)
-        more = with_gathers(strategies)
-        leaves = {leave: Redistribution(self.program.on_mesh, each) for leave, each in kinds.items()}
-        for leave, each in kinds.items():
-            both = [own | other for own, other in zip(each, more, strict=True)]
-            leaves[GATHERED + leave] = Redistribution(self.program.on_mesh, both)
+    def forbids_all(self, alive: Sequence[np.ndarray], cells: np.ndarray) -> bool:
+        """Whether what pairs of layouts forbid (infinite: of one link after the other) leaves some node none of these
+        choices.
+        """
+        return self._lower.narrow(np.concatenate(alive), cells)
+
+    def _cells(self, strategies: Sequence[AxisStrategy], others: Mapping[int, Kinds]) -> np.ndarray:
+        """Seconds of all pairs of layouts, of one link after the other, each once. others: what the axes may do at
+        links, by their numbers, where that is not what strategies say. Strategies that may move the same ask one after
+        the other.
+        """
+        kinds = {leave: tuple(each) for leave, each in kinds_of(strategies).items()}
+        moves = {each: Redistribution(self.program.on_mesh, each) for each in (*kinds.values(), *others.values())}
         known: dict[tuple[object, ...], np.ndarray] = {}
-        cells = []
-        for link in self._links:
-            leave = GATHERED + link.leave if link.region in gathered else link.leave
-            key = (leave, link.type_.num_bytes, link.type_.is_float, id(link.sources), id(link.targets))
+
+        def of(link: Link, may: Kinds) -> np.ndarray:
+            key = (may, link.type_.num_bytes, link.type_.is_float, id(link.sources), id(link.targets))
             found = known.get(key)
             if found is None:
-                asked = leaves[leave].matrix(link.type_, link.sources.distinct, link.targets.distinct)
-                found = known[key] = asked.ravel()
-            cells.append(found)
-        return np.concatenate(cells) * self._times
+                matrix = moves[may].matrix(link.type_, link.sources.distinct, link.targets.distinct)
+                found = known[key] = matrix.ravel()
+            return found
+
+        if self._asked is None or self._asked[0] != kinds:
+            joined = np.concatenate([of(link, kinds[link.leave]) for link in self.links])
+            self._asked = kinds, joined
+        cells = self._asked[1].copy() if others else self._asked[1]
+        for index, may in others.items():
+            found = of(self.links[index], may)
+            cells[self._starts[index] : self._starts[index] + len(found)] = found
+        return cells
 
     def _transfers_s(self, strategies: Sequence[AxisStrategy], alive: Sequence[np.ndarray]) -> float:
-        """Of parameters and gradients, in a step of one rank."""
-        found = 0.0
+        """Of parameters and gradients, in a step of one rank: what the links carry that carry the most, as those of a
+        node and the network's go side by side.
+        """
+        found = dict[Lane, float]()
         for region in self.program.regions:
             calls = [call for _, call in self.program.calls_of(region.name)]
-            if calls:
-                found += len(calls) * self._of_call(region, calls[0], strategies, alive)
-        return found
+            for lane, seconds in self._of_call(calls[0], strategies, alive).items() if calls else ():
+                found[lane] = found.get(lane, 0.0) + len(calls) * seconds
+        return max(found.values(), default=0.0)
 
     def _of_call(
-        self, region: Region, call: Call, strategies: Sequence[AxisStrategy], alive: Sequence[np.ndarray]
-    ) -> float:
-        mesh, found = self.program.on_mesh, 0.0
+        self, call: Call, strategies: Sequence[AxisStrategy], alive: Sequence[np.ndarray]
+    ) -> dict[Lane, float]:
+        mesh, found = self.program.on_mesh, dict[Lane, float]()
         slots = [(name, slot) for name in call.slots if (slot := self._slot(name)) is not None]
         for axis, size in enumerate(mesh.sizes):
             if size == 1:
@@ -175,10 +253,12 @@ class Least:
                     summed += num_bytes
                     whole |= all(isinstance(way.stored[axis], Replicate) for way in ways)
             again = self.program.training and strategies[axis].regather == "all"
-            found += held and self._seconds("all_gather", axis, held) * (1 + again)
+            seconds = held and self._seconds("all_gather", axis, held) * (1 + again)
             if summed:
                 kinds: list[CollectiveKind] = ["all_reduce"] if whole else ["all_reduce", "reduce_scatter"]
-                found += min(self._seconds(kind, axis, summed) for kind in kinds)
+                seconds += min(self._seconds(kind, axis, summed) for kind in kinds)
+            lane = lane_of(mesh, mesh.axis_names[axis])
+            found[lane] = found.get(lane, 0.0) + seconds
         return found
 
     def _is_term(self, gradient: int, axis: int, alive: Sequence[np.ndarray]) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.choices import Choice
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
 
@@ -29,12 +28,12 @@ def narrowed(program: Program, model: Program) -> Program:
 
 def alike(strategies: Sequence[NodeStrategy], chosen: NodeStrategy, axes: Sequence[int]) -> list[int]:
     """Which of an operator's strategies do as `chosen`. axes: which of theirs are those of `chosen`."""
-
-    def kind(choices: Iterable[Choice]) -> list[tuple[object, ...]]:
-        return [(choice.kind, choice.factor, choice.group) for choice in choices]
-
-    wanted = kind(chosen.choices)
-    return [number for number, each in enumerate(strategies) if kind(each.choices[axis] for axis in axes) == wanted]
+    kept: Sequence[int] = range(len(strategies))
+    for axis, wanted in zip(axes, chosen.choices, strict=True):
+        kind, factor, group = wanted.kind, wanted.factor, wanted.group
+        choices = [(number, strategies[number].choices[axis]) for number in kept]
+        kept = [n for n, each in choices if each.kind == kind and each.factor == factor and each.group == group]
+    return list(kept)
 
 
 def _only(options: Options, chosen: NodeStrategy, axes: Sequence[int]) -> Options:

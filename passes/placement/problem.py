@@ -112,22 +112,39 @@ def at_price(
 
 
 def choices_within(
-    built: PlacementProblem, program: Program, strategies: Sequence[AxisStrategy], facts: dict[tuple[str, ...], Any]
+    built: PlacementProblem,
+    program: Program,
+    strategies: Sequence[AxisStrategy],
+    facts: dict[tuple[str, ...], Any],
+    excused: Collection[tuple[str, int]] | None = None,
 ) -> list[np.ndarray]:
     """For each node of a program's problem in which all is left to the solver, which of its choices may be had under
-    other strategies: of values between calls and of parameters, any of which may stay whole; of all else all.
+    other strategies: of values between calls and of parameters; of all else all. excused: as of `build_problem`.
 
     Raises:
         AutoparError: as `build_problem`.
     """
-    builder = _Builder(program, program.on_mesh, strategies, (), excused=None, facts=facts)
+    given = None if excused is None else frozenset(excused)
+    builder = _Builder(program, program.on_mesh, strategies, (), excused=given, facts=facts)
+    found = _of_classes(built, builder)
+    for root, slot in built.slots.items():
+        ways = frozenset(builder.ways_to_keep(root)[0])
+        found[slot.node] = np.array([choice in ways for choice in slot.choices])
+    return found
+
+
+def classes_within(
+    built: PlacementProblem, program: Program, strategies: Sequence[AxisStrategy], facts: dict[tuple[str, ...], Any]
+) -> list[np.ndarray]:
+    """As `choices_within`, of values between calls alone."""
+    return _of_classes(built, _Builder(program, program.on_mesh, strategies, (), facts=facts))
+
+
+def _of_classes(built: PlacementProblem, builder: _Builder) -> list[np.ndarray]:
     found = [np.ones(len(node.costs), dtype=bool) for node in built.problem.nodes]
     for root, (index, layouts) in built.classes.items():
         kept = frozenset(builder.layouts_within(root, layouts))
         found[index] = np.array([layout in kept for layout in layouts])
-    for root, slot in built.slots.items():
-        ways = frozenset(builder.ways_to_keep(root)[0])
-        found[slot.node] = np.array([choice in ways for choice in slot.choices])
     return found
 
 

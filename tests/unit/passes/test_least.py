@@ -16,6 +16,7 @@ from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.place import place
+from autopar.passes.placement import least as bounds
 from autopar.passes.placement import variants
 from autopar.passes.placement.choices import objective_of
 from autopar.passes.placement.least import FREE, LEAST, Least
@@ -47,9 +48,10 @@ class Normed(nn.Module):
         return self.head(x.mean((2, 3))).square().mean()
 
 
-def prepared(model: nn.Module) -> tuple[Program, Least]:
+def prepared(model: nn.Module, **shapes: tuple[int, ...]) -> tuple[Program, Least]:
     """The annotated program, after a placement for `auto`."""
-    request = Request(model, {"x": torch.randn(4, 4, 8, 8)}, MESH, resolve("auto", MESH))
+    batch = {name: torch.randn(shape) for name, shape in (shapes or {"x": (4, 4, 8, 8)}).items()}
+    request = Request(model, batch, MESH, resolve("auto", MESH))
     program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
     program, learnt = annotate(program, mesh=MESH), Learnt()
     place(program, strategies=resolve("auto", MESH), learnt=learnt)
@@ -83,6 +85,8 @@ def test_no_placement_costs_less(normed: tuple[Program, Least], name: Strategy) 
     lowered, _ = pipeline.run(request, pipeline.LOWER, program=placed)
     moved = [row for row in collectives(lowered) if row.why in ("gather parameter", "reduce gradient")]
     assert 0.0 < transfers_s <= sum(row.seconds for row in moved)
+    for part in (0.3, 0.6, 0.9):  # what strategies are let off counts where it is known to do
+        assert least.seconds(strategies, part * cost_s)[0] <= cost_s * (1 + 1e-9)
     alike_s = least.seconds(strategies, 1.5 * cost_s, placed)[1]
     assert transfers_s <= alike_s <= sum(row.seconds for row in moved)
 
@@ -108,6 +112,7 @@ def test_what_may_be_gathered_is_no_reason_to_leave_a_name_out(
     placed = place(program, strategies=strategies, explain=False)
     cost_s = charged(program, placed)
     assert least.seconds(strategies, 1.5 * cost_s)[0] <= cost_s * (1 + 1e-9)
+    assert np.isfinite(least.seconds(strategies, 1.5 * cost_s, placed)[1])
     assert least.forbids(strategies)
     assert not any(normed[1].forbids(resolve(name, MESH)) for name in NAMES)
     monkeypatch.setattr(variants, "build_problem", lambda *given: built.append(1) or build_problem(*given))
@@ -116,6 +121,34 @@ def test_what_may_be_gathered_is_no_reason_to_leave_a_name_out(
     )  # fmt: skip
     assert len(built) == 1
     assert (found.placed, found.notes) == (placed.placed, placed.notes)
+
+
+@pytest.mark.moderate
+def test_what_strategies_are_let_off_first_is_all_that_counts_where_it_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if matrices that strategies split may stay whole in what they take at least, though there is a placement
+    that splits them; or if they may not, where none is found.
+    """
+    program, least = prepared(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), input=(4, 16))
+    strategies = resolve("tensor", MESH)
+    cost_s = charged(program, place(program, strategies=strategies, explain=False))
+    first, _ = least.seconds(strategies, 1.5 * cost_s)
+    assert first <= cost_s * (1 + 1e-9)
+    for owner, method in ((Lower, "found"), (Least, "_is_allowed")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, method, lambda *given: None)
+            assert least.seconds(strategies, 1.5 * cost_s)[0] < 0.999 * first
+
+
+def test_links_of_a_node_and_the_network_go_side_by_side(
+    normed: tuple[Program, Least], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if what both carry counts one after the other, so that names are left out that might win."""
+    _, least = normed
+    strategies = resolve("zero3", MESH)
+    _, together_s = least.seconds(strategies, 0.0)
+    monkeypatch.setattr(bounds, "lane_of", lambda mesh, axis: axis)
+    _, apart_s = least.seconds(strategies, 0.0)
+    assert 0.45 * together_s < apart_s < 0.75 * together_s
 
 
 def test_a_narrowed_problem_is_not_kept(normed: tuple[Program, Least]) -> None:
@@ -146,9 +179,13 @@ def test_bounds_of_small_problems_against_all_choices() -> None:
         )
         lower = Lower(counts, ends)
         cells = np.concatenate([table.ravel() for table in tables])
-        found = lower.bound(costs, cells, min(exact, 1e3) * 1.01)
+        alive = np.ones(sum(counts), dtype=bool)
+        if lower.narrow(alive, cells):
+            assert exact == np.inf
+            continue
+        found = lower.bound(np.where(alive, np.concatenate(costs), np.inf), cells, min(exact, 1e3) * 1.01)
         assert found <= exact * (1 + 1e-9)
         if len(joined) == 4 and np.isfinite(exact):
             assert found == pytest.approx(exact)
-        assert lower.bound([np.full(counts[0], np.inf), *costs[1:]], cells, 1.0) == np.inf
-        assert lower.alive is None
+        alive[: counts[0]] = False
+        assert lower.narrow(alive, cells)
