@@ -81,8 +81,7 @@ class Scripted:
 
     def plan(self, attempt: Attempt) -> Any:
         self.made.append(attempt)
-        found = self.outcome(attempt)
-        if isinstance(found, Exception):
+        if isinstance(found := self.outcome(attempt), Exception):
             raise found
         return found
 
@@ -92,9 +91,7 @@ class Scripted:
     def placed_by(self, mode: Mode, strategies: object) -> Any:
         return self.first
 
-    def least_named_s(
-        self, mode: Mode, strategies: Any, enough: float, like: object, lost: float
-    ) -> tuple[float, float]:
+    def least_named_s(self, mode: Mode, strategies: Any, *given: object) -> tuple[float, float]:
         return self.named(tuple(each.name for each in strategies))
 
     def cannot_split(self, mode: Mode, strategies: Any) -> bool:
@@ -303,9 +300,8 @@ def test_a_family_whose_values_alone_take_too_long_is_tried_once() -> None:
 
 
 def test_names_that_take_too_long_at_least_are_not_placed() -> None:
-    """Breaks if a name is placed that takes longer than the best step whatever is chosen; or if one is left out that
-    takes as long only by what may run beside each other, by values that others of its family may hide, or whose
-    family's first alone takes too long by its transfers.
+    """Breaks if a name is placed that takes longer than the best step whatever is chosen; or one is left out that does
+    so only by what may run beside each other, by values that others hide, or by its family's first's transfers.
     """
     long = BEYOND * 2.0 + 0.1
     least = {
@@ -316,7 +312,7 @@ def test_names_that_take_too_long_at_least_are_not_placed() -> None:
     run(programs)
     assert ("zero2", "zero2") in placed_by(programs) and ("ddp", "tensor+sequence") in placed_by(programs)
     left_out = {("ddp", "ddp"), ("zero3", "zero3"), ("ddp", "tensor"), ("zero3", "tensor")}
-    assert left_out.isdisjoint(placed_by(programs))
+    assert not left_out & {*placed_by(programs)}
 
 
 def test_a_family_that_may_win_by_how_it_keeps_parameters_is_tried_whole() -> None:
@@ -469,11 +465,8 @@ def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
     """
     monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
     monkeypatch.setattr(module, "seconds_in_attention", lambda program: attention_s)
-    monkeypatch.setattr(
-        module,
-        "context_candidates",
-        lambda *given, **more: [resolve(dict(zip(MESH.axis_names, each)), MESH) for each in SPLITS],
-    )
+    candidates = [resolve(dict(zip(MESH.axis_names, each)), MESH) for each in SPLITS]
+    monkeypatch.setattr(module, "context_candidates", lambda *given, **more: candidates)
 
     def outcome(attempt: Attempt) -> Any:
         return plan(9.0, compute_s=BEYOND * 2.0 + 0.1) if attempt.placed_by else plan(2.0)
@@ -493,9 +486,7 @@ def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
 def test_what_no_way_to_meet_in_attention_can_mend_is_tried_once(
     outside: bool, known: bool, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Breaks if every way is asked where something else forbids the split, or one alone where attention does; or any
-    where it is known before.
-    """
+    """Breaks if every way is asked where something else forbids the split, one where attention does, any where known."""
     monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
 
     def outcome(attempt: Attempt) -> Any:
@@ -506,5 +497,4 @@ def test_what_no_way_to_meet_in_attention_can_mend_is_tried_once(
     programs = Recomputing(outcome, traced=SimpleNamespace(states={}), odd=SPLITS if known else ())
     run(programs, module._contexts)
     assert len(context_names(programs)) == times
-    others = [each for each in placed_by(programs) if each[1] != "tensor"]
-    assert len(others) == (1 if outside else 3)  # the other axis is another matter
+    assert len(placed_by(programs)) - times == (1 if outside else 3)  # the other axis is another matter
