@@ -486,7 +486,7 @@ def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
 def test_what_no_way_to_meet_in_attention_can_mend_is_tried_once(
     outside: bool, known: bool, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Breaks if every way is asked where something else forbids the split, one where attention does, any where known."""
+    """Breaks if all are asked where something else forbids the split, one where attention does, any where known."""
     monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
 
     def outcome(attempt: Attempt) -> Any:
