@@ -159,6 +159,8 @@ def planned(
     traced = {} if captured is None else captured
 
     undivided = Undivided.of(None, options["strategy"], mesh, None)
+    # Axes of which rows are whole are left to the solver: they store what their strategies say for other batches.
+    chooses = is_open and not any(undivided.left(each) for each in inputs.values())
 
     def make(phase: str, pins: Sequence[Pin], strategy: Strategy) -> PlanRecord:
         def decided(**asked: Any) -> PlanRecord:
@@ -181,7 +183,8 @@ def planned(
     def followed(first: str, own: PlanRecord, second: str) -> GenerationPlan:
         bound = [*pins_of(own.interface), *pins_for(states_of(own.interface), inputs[second])]
         other = make(second, bound, same_stages(own, options["strategy"]))
-        own, other = in_fewest_bytes([own, other], pins)
+        if chooses:
+            own, other = in_fewest_bytes([own, other], pins)
         plans = {first: own, second: unused_as_stored(other, own)}
         return GenerationPlan(generation, Plan.of(plans["prefill"]), Plan.of(plans["decode"]))
 
@@ -199,7 +202,7 @@ def planned(
         assert refused is not None
         raise refused
     best = min(found, key=lambda each: (each.total_s, stored_bytes(each.decode)))
-    for first, second in orders if is_open else ():
+    for first, second in orders if chooses else ():
         own, other = best.phases[first], best.phases[second]
         if apart := read_apart(own, other, pins):
             with contextlib.suppress(AutoparError):
