@@ -35,6 +35,7 @@ from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import packing
 from autopar.base.huggingface.caches import check_cache, states_among
+from autopar.base.stored_weights import is_stored
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
 from autopar.passes.emptied import has_values_of, meta_clone
@@ -252,8 +253,8 @@ class _Planner:
             self.loss.check()
         inputs = self._read(inputs, differentiate)
         # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are. A
-        # prompt and a token have programs of their own, on the same stages.
-        differentiate = differentiate or (self._has_pipeline() and not states_among(inputs))
+        # prompt and a token have programs of their own, on the same stages; weights that are codes train in none.
+        differentiate |= self._has_pipeline() and not (states_among(inputs) or is_stored(self.blueprint))
         found = self._additions.positions(inputs, self._told, training=differentiate)
         if self.first is None and (longest := self._additions.longest(inputs, found)) is not None:
             self._prepared(longest, differentiate)  # whose placement, held against the memory limit, serves all

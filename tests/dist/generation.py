@@ -149,13 +149,17 @@ def stored(strategy: str | None, cache: str) -> dict[str, list[list[int]]]:
 
 
 def with_stored_weights(strategy: str | None, way: str) -> dict[str, list[list[int]]]:
-    """The tokens of every case of a model whose weights are codes. strategy None: on one process, without autopar."""
+    """The tokens of every case of a model whose weights are codes, and those of a forward by itself. strategy None: on
+    one process, without autopar.
+    """
     model, prompt = model_and_prompt("qwen2")
     model = autopar.store_weights(model.double(), way, group=8)
     if strategy is not None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp" if strategy == "pipeline" else "x",))
         model = autopar.compile(model, mesh, strategy=strategy)
-    return generated(model, prompt)
+    with torch.no_grad():
+        alone = model(**prompt).logits.argmax(-1).tolist()
+    return {**generated(model, prompt), "alone": alone}
 
 
 def planned_before(
