@@ -116,7 +116,7 @@ def test_a_cache_of_codes_gives_the_tokens_of_one_that_rounds(strategy: str, cac
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "way"), [("tensor", "int4"), ("zero3", "fp8"), ("pipeline", "int8")])
 def test_weights_of_codes_give_the_tokens_of_one_process(strategy: str, way: str) -> None:
-    """Breaks if codes are gathered as something else, a rank has the scales of another, or stages have to train them."""
+    """Breaks if codes are gathered as something else, a rank has the scales of another, or stages train them."""
     want = generation.with_stored_weights(None, way)
     for found in launch(generation.with_stored_weights, 2, strategy, way, timeout_s=240.0):
         assert found == want
