@@ -127,7 +127,7 @@ def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
 
 def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
     """The globals of the files that a model's own classes are of."""
-    files = dict.fromkeys(type(module).__module__ for module in model.modules())
+    files = dict.fromkeys(type(module).__module__ for _, module in _modules_of(model, ""))
     own = (name for name in files if name.partition(".")[0] not in ("torch", "autopar", "transformers"))
     return [vars(sys.modules[name]) for name in own if name in sys.modules]
 
