@@ -166,6 +166,28 @@ class Branches(TorchFunctionMode):
         return first
 
 
+_COMPARING = frozenset(
+    {
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "isfinite",
+        "isnan",
+        "isinf",
+        "isposinf",
+        "isneginf",
+        "logical_not",
+        "any",
+        "all",
+    }
+    | {"logical_and", "logical_or", "logical_xor", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "sum"}
+    | {"view", "reshape", "flatten", "squeeze", "unsqueeze", "select", "slice", "to", "_to_copy", "detach", "clone"}
+    | {"is_nonzero", "item", "alias", "stack", "cat", "lift_fresh", "lift_fresh_copy"}
+)
+"""Operators, of answers and of floating-point numbers, that tell nothing of one number by its place among others."""
 _ASKING = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
 
 
@@ -188,13 +210,19 @@ def _asked_of(asked: Tensor, number: float) -> bool | None:
         if isinstance(value, Tensor) and value.is_floating_point():
             with compat.outside_of_tracing():
                 edge[node] = torch.full(tuple(map(int, value.shape)), number, dtype=value.dtype)
-        elif node.op != "call_function":
-            return None
+        elif node.op != "call_function" or not _compares(node):
+            return None  # where a tensor's numbers are all one, a `topk` or a count says what it says of no other
         else:
             waiting += node.all_input_nodes
     found = compat.value_from(asked, edge) if edge else None
     with computed():
         return None if found is None else bool(found)
+
+
+def _compares(node: fx.Node) -> bool:
+    """Whether a result tells of each number by itself, or of whether any or all are so."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.removeprefix("aten::") in _COMPARING
 
 
 def _goes_on(frame: FrameType) -> bool | None:

@@ -174,8 +174,9 @@ def _functional(node: fx.Node) -> compat.OpOverload | None:
     if packet is None:
         return None
 
-    def signature(target: compat.OpOverload) -> list[tuple[str, str, str]]:
-        return [(each.name, str(each.type), str(each.default_value)) for each in target._schema.arguments]
+    def signature(target: compat.OpOverload) -> list[tuple[str, str, str]]:  # the first one has many names
+        named = enumerate(target._schema.arguments)
+        return [(each.name if n else "", str(each.type), str(each.default_value)) for n, each in named]
 
     own = node.target._overloadname  # of pow_.Scalar that is another operator, and pow.Tensor_Scalar the one
     overloads = sorted(packet.overloads(), key=lambda overload: overload != own)

@@ -14,9 +14,6 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 
-# capture: where torch.export makes a mode of its own, whatever the tensors are of that it is given.
-from torch._export import non_strict_utils
-
 # capture: tensors without data that torch.export traces on.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -39,6 +36,10 @@ def traced_in(mode: FakeTensorMode) -> Iterator[None]:
     """While this lasts, `torch.export` traces in this mode where this thread calls it. It makes one of its own
     otherwise, and in it another stand-in for each of a model's parameters and buffers.
     """
+    # capture: where torch.export makes a mode of its own, whatever tensors it is given. This loads Triton, for
+    # which programs on CPUs have no use.
+    from torch._export import non_strict_utils
+
     made, own = non_strict_utils.FakeTensorMode, threading.get_ident()
 
     def of_its_thread(*args: Any, **kwargs: Any) -> FakeTensorMode:

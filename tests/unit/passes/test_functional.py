@@ -90,11 +90,15 @@ def _turned(net: Net, y: Tensor) -> Tensor:
     return (y * 2).mean((2, 3))
 
 
+def _dropped_in_place(net: Net, y: Tensor) -> Tensor:
+    return F.dropout(F.dropout(y * 2, 0.5, inplace=True), 0.0, inplace=True).mean((2, 3))
+
+
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     "how",
     [_counted, _viewed_before, _viewed_after, _idle_dropout, _turned, _in_parts, _part_is_read_on,
-     _what_was_written_is_read],
+     _what_was_written_is_read, _dropped_in_place],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -106,15 +110,17 @@ def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tenso
 
 @pytest.mark.parametrize(
     "how",
-    [_counted, _viewed_before, _viewed_after, _turned, _in_parts, _part_is_read_on, _what_was_written_is_read],
+    [_counted, _viewed_before, _viewed_after, _turned, _in_parts, _part_is_read_on, _what_was_written_is_read,
+     _dropped_in_place],
     ids=lambda how: how.__name__,
-)
+)  # fmt: skip
 def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor]) -> None:
     """Breaks if statistics of thousands of norms go through torch's own trace, which takes as long as the first; or if
     views are taken for plain.
     """
     exported = torch.export.export(Net(how), (torch.randn(4, 3, 6, 6),), strict=False)
-    assert make_functional(exported) is (how in (_counted, _viewed_before, _in_parts))
+    plain = (_counted, _viewed_before, _in_parts, _dropped_in_place)
+    assert make_functional(exported) is (how in plain)
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
     assert kinds == ["BUFFER_MUTATION"] * {_counted: 5, _in_parts: 1}.get(how, 0) + ["USER_OUTPUT"]
 

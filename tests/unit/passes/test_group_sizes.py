@@ -290,14 +290,24 @@ def _leaves_rows_out(layer: Layer, rows: Tensor, counts: Tensor) -> Tensor:
     "made",
     [
         _counts_rounds, _counts_what_it_collects, _adds_something_else, _goes_on_elsewhere, _keeps_on_the_module,
-        _overwrites, _asks_for_another_number, _leaves_rows_out,
+        _overwrites, _asks_for_another_number,
     ],
 )  # fmt: skip
 def test_what_more_comes_of_a_round_is_refused(made: Callable[..., Tensor]) -> None:
-    """Breaks if a round that eager leaves out counts for something, or rows that are no group's are zero."""
+    """Breaks if a round that eager leaves out counts for something."""
     kind = type("Other", (Layer,), {"made": made})
     with pytest.raises(AutoparError):
         capture(Net(kind), tokens_of("all"))
+
+
+@pytest.mark.moderate
+def test_rows_that_are_no_groups_are_left_out() -> None:
+    """Breaks if such rows are zeros among others."""
+    torch.manual_seed(0)
+    model = Net(type("Other", (Layer,), {"made": _leaves_rows_out})).double()
+    program = capture(model, tokens_of("all"))
+    for which in ("all", "one"):
+        compare(model, program, tokens_of(which))
 
 
 class Reads(nn.Module):
