@@ -18,24 +18,41 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autopar.base.errors import AutoparError
+
 if TYPE_CHECKING:
     from autopar.passes.chosen import Chosen
 
 
 def seen_apart(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
-    """Rows x[P, …] of a mask [*L, T] in a shape [*L, K, …]; NotImplemented of other rows and shapes."""
+    """Rows x[P, …] of a mask [*L, T] in a shape [*L, K, …]; NotImplemented of other rows, and of shapes that rows have
+    by themselves.
+
+    Raises:
+        AutoparError: a shape that says how many rows there are, of which only values know.
+    """
     sizes = tuple(given[0]) if len(given) == 1 and isinstance(given[0], list | tuple) else given
     mask = chosen.within.masks.get(x.shape[0]) if x.dim() and not named and chosen.usual is not None else None
-    if mask is None or mask.dim() < 2 or not all(isinstance(size, int) for size in sizes):
+    if mask is None or not all(isinstance(size, int) for size in sizes) or _keeps_rows(x, sizes):
         return NotImplemented
     lead, longest = tuple(mask.shape[:-1]), mask.shape[-1]
+    sizes = (*lead, *sizes[1:]) if len(lead) == 1 and sizes[:1] == (-1,) else sizes
     behind = sizes[mask.dim() :]
-    if sizes[: len(lead)] != lead or len(sizes) < mask.dim() or math.prod(behind) != math.prod(x.shape[1:]):
-        return NotImplemented
-    each = sizes[len(lead)]
+    if sizes.count(-1) == 1 and -1 in behind:
+        others = -math.prod(behind)
+        behind = tuple(math.prod(x.shape[1:]) // max(1, others) if size == -1 else size for size in behind)
+    each = sizes[len(lead)] if len(sizes) > len(lead) else 0
     is_open = each == -1 or each == x.shape[0] // math.prod(lead)
-    if each == 0 or (each > longest and not is_open):
-        return NotImplemented
+    known = sizes[: len(lead)] == lead and math.prod(behind) == math.prod(x.shape[1:])
+    if not lead or not known or not each or (each > longest and not is_open):
+        how = (
+            f"where each of {[*lead]} has as many, see them as view({', '.join(map(str, lead))}, -1, "
+            "*rows.shape[1:]), or with their number for -1; else "
+        )
+        raise AutoparError(
+            f"forward() sees rows that a mask chooses in the shape {[*sizes]}: how many there are, values say",
+            remedy=f"{how if lead else ''}work on all rows and a mask",
+        )
     counts = mask.sum(-1)
     most = counts.amax()
     same = counts == (most if is_open else each)
@@ -50,6 +67,11 @@ def seen_apart(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
         found = chosen.take(first, numbered < most, len(lead))
         return found.reshape(*lead, found.shape[len(lead)], *behind)
     return first.narrow(len(lead), 0, each).reshape(*lead, each, *behind)
+
+
+def unflattened(chosen: Chosen, x: Tensor, dim: Any, sizes: Any) -> Any:
+    """As `seen_apart` of `x.unflatten(0, sizes)`."""
+    return seen_apart(chosen, x, *sizes, *x.shape[1:]) if dim in (0, -x.dim()) else NotImplemented
 
 
 def one_of(chosen: Chosen, x: Tensor, index: Any) -> Any:
@@ -86,6 +108,15 @@ def runs_of(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
     flat = x.flatten()
     differs = torch.cat([torch.ones_like(flat[:1], dtype=torch.bool), flat[1:] != flat[:-1]])
     return chosen.take(flat, differs)
+
+
+def _keeps_rows(x: Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether rows x[P, …] lie along the first dim in these sizes, too, one after the other."""
+    known = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) == 1 and known:
+        sizes = tuple(x.numel() // known if size == -1 else size for size in sizes)
+    first = next((size for size in sizes if size != 1), 1)
+    return math.prod(sizes) == x.numel() and first % x.shape[0] == 0
 
 
 def _plain(given: list[Any]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.torch_compat import tracing as compat
-from autopar.passes.chosen_apart import one_of, runs_of, seen_apart
+from autopar.passes.chosen_apart import one_of, runs_of, seen_apart, unflattened
 from autopar.passes.chosen_joined import joined
 from autopar.passes.chosen_loops import looped
 from autopar.passes.chosen_operators import SPREAD
@@ -214,6 +214,8 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.view: _viewed,
     Tensor.reshape: _viewed,
     torch.reshape: _viewed,
+    torch.unflatten: unflattened,
+    Tensor.unflatten: unflattened,
     torch.unique_consecutive: runs_of,
     Tensor.unique_consecutive: runs_of,
     Tensor.__iter__: _one_by_one,

@@ -56,6 +56,8 @@ _ALIKE = (_aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.new
 """What makes all rows of such a size alike."""
 _WRITES = (_aten.scatter_add.default, _aten.scatter_reduce.two, _aten.index_add.default)
 """What puts rows where indices of theirs say."""
+_SHARES = (_aten.softmax.int, _aten.log_softmax.int)
+"""What gives each row a share among all of them."""
 _NEW = (_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default)
 """What reads no more of a tensor than its dtype and device."""
 
@@ -230,11 +232,27 @@ class _Keeper:
             self._apart(node, call)
         elif node.target in _COUNTING:
             self._reduce(node, call)
+        elif node.target in _SHARES and call.arg("dim") % len(node.args[0].meta["val"].shape) == self._dim(
+            node.args[0]
+        ):
+            self._share(node)
         elif node.target in _WRITES and self._written(node, call):
             pass
         else:
             node.args, node.kwargs = (map_nodes(each, self._taken) for each in (node.args, node.kwargs))
             self._become(node, self._value(node), self._by_rule(node))
+
+    def _dim(self, value: fx.Node) -> int | None:
+        rows = self._one(value)
+        return None if rows is None or rows.each > 1 else rows.dim
+
+    def _share(self, node: Any) -> None:
+        """Shares among the chosen rows: those of the others, made of the least number that there is, are 0."""
+        rows, x = self._one(node.args[0]), node.args[0]
+        assert rows is not None
+        node.args = (self._with(x, rows, torch.finfo(x.meta["val"].dtype).min), *node.args[1:])
+        self._become(node, self._value(node), rows)
+        self.raw.add(node)
 
     def _drop_nothing(self, node: Any) -> None:
         """Dropout that is off, or of probability 0."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import interpret
+from autopar.base.errors import AutoparError
 from autopar.passes.capture import capture
 from tests.unit.passes.test_chosen_rows import assert_serves
 
@@ -43,6 +44,14 @@ def _checked(h: Tensor, mask: Tensor) -> Tensor:
     return rows.view(B, rows.shape[0] // B, H)[..., 0, :]
 
 
+def _shares(h: Tensor, mask: Tensor) -> Tensor:
+    """Attention over the marked positions of each sequence, and of all."""
+    rows = h[mask].view(B, -1, H)
+    weights = rows.mean(-1).softmax(1)
+    of_all = h[mask].mean(-1)
+    return (weights[..., None] * rows).sum(1) + (of_all.softmax(0) * of_all.log_softmax(0)).sum()
+
+
 HOW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "last": _last,
     "checked": _checked,
@@ -50,6 +59,10 @@ HOW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "heads": lambda h, mask: h[mask].square().view(B, -1, 2, H // 2).amax(1).flatten(1),
     "two": lambda h, mask: h[mask].view(B, 2, H)[:, 1] - h.mean(1),
     "number": lambda h, mask: h[mask][-1] * h[mask].select(0, 1),
+    "rest": lambda h, mask: h[mask].view(B, 2, -1)[:, 0],
+    "groups": lambda h, mask: h[mask].view(-1, 2, H)[:, 1],
+    "unflattened": lambda h, mask: h[mask].unflatten(0, (B, -1)).sum(1),
+    "shares": _shares,
     "of several": lambda h, mask: h[:, None][mask[:, None]].view(B, 1, 2, H)[:, 0, 0],
 }
 
@@ -69,7 +82,7 @@ def test_the_program_for_one_batch_serves_others(name: str) -> None:
     model = Marked(HOW[name]).double()
     program = capture(model, _batch(0))
     for seed, each in ((1, 2), (2, 2), (3, 1), (4, 3)):
-        if each == 2 or name not in ("two", "number", "of several"):
+        if each == 2 or name not in ("two", "number", "rest", "groups", "of several"):
             assert_serves(model, program, _batch(seed, each))
 
 
@@ -88,8 +101,15 @@ def test_another_number_of_rows_gives_no_numbers(name: str, words: str) -> None:
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("name", ["last", "two", "number"])
+@pytest.mark.parametrize("name", ["last", "two", "number", "shares"])
 def test_sequences_are_split_with_the_batch(name: str) -> None:
     """Breaks if a rank counts the rows of its own sequences alone."""
     plan = autopar.plan(Marked(HOW[name]), autopar.Mesh({"dp": 2}), example_inputs=_batch(0), strategy="zero3")
     assert plan.verify().ok
+
+
+def test_a_shape_of_all_rows_is_refused_in_words() -> None:
+    """Breaks if who sees them as so many numbers of a sequence is sent to eager, which runs."""
+    model = Marked(lambda h, mask: h[mask].view(B, -1)[:, :H]).double()
+    with pytest.raises(AutoparError, match=r"in the shape \[4, -1\].*test_chosen_apart\.py:.*view\(4, -1, \*rows"):
+        capture(model, _batch(0))

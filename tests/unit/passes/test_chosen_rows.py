@@ -246,7 +246,7 @@ def _loops(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     ("how", "said"),
     [
         (_returns, "the model returns rows that a mask chooses"),
-        (_mixes, "softmax.int does not treat alone each row that a mask chooses .*test_chosen_rows.py:"),
+        (_mixes, "cumsum.default does not treat alone each row that a mask chooses .*test_chosen_rows.py:"),
         (_finds_the_most, "topk.default cannot be of all rows, .*test_chosen_rows.py:"),
         (_draws, "dropout.default draws numbers for rows that a mask chooses .*draw for all rows"),
         (_loops, "goes through the rows that a mask chooses one by one.*test_chosen_rows.py:"),

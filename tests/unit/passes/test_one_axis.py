@@ -25,6 +25,7 @@ from autopar.planner import programs as prepared
 from autopar.planner.programs import Programs
 from autopar.strategies.names import resolve
 from autopar.strategies.request import Attempt, Request
+from tests.unit.passes.test_learnt import Convolutions
 
 MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
 BATCH = {"x": torch.randn(4, 8, 16)}
@@ -43,21 +44,10 @@ class Block(nn.Module):
         return self.norm(self.up(x).cumsum(1) if self.sums else self.up(x))
 
 
-class Convolution(nn.Module):
-    """Mixes channels of neighbouring pixels, and norms them: neither can be in pieces between two of these."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(16, 16, 3, padding=1), nn.LayerNorm(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
 class Blocks(nn.Module):
     def __init__(self, within: str = "") -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList([Convolution() for _ in range(2 * (within == "pixels"))])
+        self.convolutions = nn.ModuleList([Convolutions() for _ in range(2 * (within == "pixels"))])
         self.layers = nn.ModuleList([Block(within == "sums") for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
