@@ -36,7 +36,7 @@ from autopar.passes.blocks.trace import Blocks
 from autopar.passes.branches import Branches, ways_of
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
-from autopar.passes.chosen import Chosen
+from autopar.passes.chosen_functions import Chosen
 from autopar.passes.chosen_operators import FIRST, SECOND
 from autopar.passes.counted_rows import CountedRows
 from autopar.passes.emptied import emptied, traced_copy, values_of

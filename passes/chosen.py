@@ -11,8 +11,8 @@ Python makes of that size would be in the program: so a model is traced for two 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
-from autopar.passes.chosen_functions import FUNCTIONS, joined_rows
 from autopar.passes.chosen_index import Rows, marks_once
+from autopar.passes.chosen_joined import joined
 from autopar.passes.chosen_loops import Loops, Over, looped
-from autopar.passes.chosen_operators import CHOSEN, FIRST, prime_after
+from autopar.passes.chosen_operators import CHOSEN, FIRST, SPREAD, prime_after
 from autopar.passes.chosen_within import Within, rest_of, sliced_dim
 from autopar.passes.said import Said, shape_of
 
@@ -36,7 +36,7 @@ MOST_CALLS = 100_000
 _aten = torch.ops.aten
 
 
-class Chosen(TorchFunctionMode):
+class Choosing(TorchFunctionMode):
     """While a model is traced: masks that nobody knows choose rows. used: whether one did. numbers: whether forward
     returns some of Python's own. usual: takes for granted what makes the traced program right; without it, what needs
     that is refused.
@@ -56,7 +56,7 @@ class Chosen(TorchFunctionMode):
         self.loops = Loops(extra=first != FIRST)
         self.usual: Usual | None = None
 
-    def __enter__(self) -> Chosen:
+    def __enter__(self) -> Self:
         self.loops = Loops(extra=self.loops.extra)  # what failed left its own
         super().__enter__()
         return self
@@ -65,16 +65,6 @@ class Chosen(TorchFunctionMode):
         super().__exit__(kind, error, trace)
         if error is None:
             self.loops.check()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self._calls += bool(self._known)
-        if self._calls > MOST_CALLS:
-            raise looped()
-        instead = FUNCTIONS.get(func)
-        found = NotImplemented if instead is None else instead(self, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
     def known(self) -> Iterable[tuple[Tensor, int]]:
         """The masks that have chosen, and the number of rows that each is said to choose."""
@@ -222,9 +212,18 @@ class Chosen(TorchFunctionMode):
             mask = self.within.masks[x.shape[dim]]
             parts = self.within.parts_of(x, mask, dim, (taken.start or 0, taken.stop))
             if parts:
-                return rest_of(parts[0] if len(parts) == 1 else joined_rows(self, parts, dim), rest)
+                return rest_of(parts[0] if len(parts) == 1 else self.join(parts, dim), rest)
         narrow = self.within.slice_of(x.shape[dim], taken)
         return NotImplemented if narrow is None else rest_of(self.take(x, narrow, dim), rest)
+
+    def join(self, tensors: Any, dim: int = 0) -> Any:
+        """Rows of several masks one behind the other; NotImplemented of other tensors."""
+        found = joined(self.known(), SPREAD, tensors, dim)
+        if found is None:
+            return NotImplemented
+        rows = self.take(*found)
+        self.within.joined(rows.shape[found[2]], [x.shape[dim] for x in tensors])
+        return rows
 
     def loop(self, x: Tensor) -> Over | None:
         """What goes through the numbers that x is of, the marks of a mask of one dim; None of other tensors."""

@@ -13,18 +13,16 @@ What has to be so for that to be right (as many in each, such a row at all) is t
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
-
-if TYPE_CHECKING:
-    from autopar.passes.chosen import Chosen
+from autopar.passes.chosen import Choosing
 
 
-def seen_apart(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+def seen_apart(chosen: Choosing, x: Tensor, *given: Any, **named: Any) -> Any:
     """Rows x[P, …] of a mask [*L, T] in a shape [*L, K, …]; NotImplemented of other rows, and of shapes that rows have
     by themselves.
 
@@ -69,12 +67,12 @@ def seen_apart(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
     return first.narrow(len(lead), 0, each).reshape(*lead, each, *behind)
 
 
-def unflattened(chosen: Chosen, x: Tensor, dim: Any, sizes: Any) -> Any:
+def unflattened(chosen: Choosing, x: Tensor, dim: Any, sizes: Any) -> Any:
     """As `seen_apart` of `x.unflatten(0, sizes)`."""
     return seen_apart(chosen, x, *sizes, *x.shape[1:]) if dim in (0, -x.dim()) else NotImplemented
 
 
-def one_of(chosen: Chosen, x: Tensor, index: Any) -> Any:
+def one_of(chosen: Choosing, x: Tensor, index: Any) -> Any:
     """The row of a number among rows that a mask chooses, `rows[-1]`, `rows[:, 0]`; NotImplemented of other indices."""
     given = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in [each for each in given if not isinstance(each, Tensor)]:
@@ -101,7 +99,7 @@ def one_of(chosen: Chosen, x: Tensor, index: Any) -> Any:
     return found if not rest else found[(*(slice(None),) * dim, *rest)]
 
 
-def runs_of(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+def runs_of(chosen: Choosing, x: Tensor, *given: Any, **named: Any) -> Any:
     """The values of x that are not as the one before; NotImplemented where more than they are asked for."""
     if given or any(named.values()) or not x.numel() or chosen.usual is None:
         return NotImplemented

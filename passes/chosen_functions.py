@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.base.torch_compat import tracing as compat
+from autopar.passes.chosen import MOST_CALLS, Choosing
 from autopar.passes.chosen_apart import one_of, runs_of, seen_apart, unflattened
-from autopar.passes.chosen_joined import joined
 from autopar.passes.chosen_loops import looped
 from autopar.passes.chosen_operators import SPREAD
 
-if TYPE_CHECKING:
-    from autopar.passes.chosen import Chosen
 
-
-def _one_by_one(chosen: Chosen, x: Tensor, dim: int = 0) -> Any:
+def _one_by_one(chosen: Choosing, x: Tensor, dim: int = 0) -> Any:
     """A loop over what a mask marks, if it is one.
 
     Raises:
@@ -32,18 +29,18 @@ def _one_by_one(chosen: Chosen, x: Tensor, dim: int = 0) -> Any:
     return found
 
 
-def _number_of(chosen: Chosen, x: Tensor) -> Any:
+def _number_of(chosen: Choosing, x: Tensor) -> Any:
     """What Python reads of the number of a round."""
     known = chosen.round_number(x)
     return NotImplemented if known is None else known
 
 
-def _formatted(chosen: Chosen, x: Tensor, spec: str) -> Any:
+def _formatted(chosen: Choosing, x: Tensor, spec: str) -> Any:
     known = None if x.dim() else chosen.round_number(x)
     return NotImplemented if known is None else format(known, spec)
 
 
-def _getitem(chosen: Chosen, x: Tensor, index: Any) -> Any:
+def _getitem(chosen: Choosing, x: Tensor, index: Any) -> Any:
     columns = chosen.columns(x)
     if columns and isinstance(index, tuple) and index[0] == slice(None) and isinstance(index[-1], int):
         return columns[index[-1]]
@@ -65,7 +62,7 @@ def _getitem(chosen: Chosen, x: Tensor, index: Any) -> Any:
     return found[(*(slice(None),) * (rows.at + 1), *rows.rest)]
 
 
-def _setitem(chosen: Chosen, x: Tensor, index: Any, value: Any) -> Any:
+def _setitem(chosen: Choosing, x: Tensor, index: Any, value: Any) -> Any:
     rows = chosen.rows_in(index)
     if rows is None or rows.at or rows.new or rows.rest:
         return NotImplemented
@@ -74,7 +71,7 @@ def _setitem(chosen: Chosen, x: Tensor, index: Any, value: Any) -> Any:
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
-def _index_add(chosen: Chosen, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+def _index_add(chosen: Choosing, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
     if not dim and (known := chosen.index(index)) is not None and source.shape[:1] == index.shape:
         mask = known[1].reshape(-1, *(1,) * (source.dim() - 1))
         return x.index_add(0, known[0], torch.where(mask, SPREAD(source, known[1]), 0).to(source.dtype), alpha=alpha)
@@ -82,37 +79,37 @@ def _index_add(chosen: Chosen, x: Tensor, dim: int, index: Tensor, source: Tenso
     return NotImplemented if rows is None else chosen.add(x, rows, source if alpha == 1 else source * alpha)
 
 
-def _index_add_(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+def _index_add_(chosen: Choosing, x: Tensor, *given: Any, **named: Any) -> Any:
     count = compat.count_recorded()
     found = _index_add(chosen, x, *given, **named)
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
-def _scatter_add(chosen: Chosen, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+def _scatter_add(chosen: Choosing, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     """Rows that are added by indices that all of a row have."""
     rows = chosen.repeated(index) if not dim and index.shape == source.shape else None
     return NotImplemented if rows is None else _index_add(chosen, x, 0, rows, source)
 
 
-def _scatter_add_(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+def _scatter_add_(chosen: Choosing, x: Tensor, *given: Any, **named: Any) -> Any:
     count = compat.count_recorded()
     found = _scatter_add(chosen, x, *given, **named)
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
 def _scatter_reduce(
-    chosen: Chosen, x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+    chosen: Choosing, x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
     return _scatter_add(chosen, x, dim, index, src) if reduce == "sum" and include_self else NotImplemented
 
 
-def _scatter_reduce_(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+def _scatter_reduce_(chosen: Choosing, x: Tensor, *given: Any, **named: Any) -> Any:
     count = compat.count_recorded()
     found = _scatter_reduce(chosen, x, *given, **named)
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
-def _index_put_(chosen: Chosen, x: Tensor, index: Any, value: Tensor, accumulate: bool = False) -> Any:
+def _index_put_(chosen: Choosing, x: Tensor, index: Any, value: Tensor, accumulate: bool = False) -> Any:
     if not accumulate:
         return _setitem(chosen, x, tuple(index), value)
     rows, count = chosen.rows_in(tuple(index)), compat.count_recorded()
@@ -122,17 +119,11 @@ def _index_put_(chosen: Chosen, x: Tensor, index: Any, value: Tensor, accumulate
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
-def joined_rows(chosen: Chosen, tensors: Any, dim: int = 0, **named: Any) -> Any:
-    """Rows of several masks one behind the other."""
-    found = None if named else joined(chosen.known(), SPREAD, tensors, dim)
-    if found is None:
-        return NotImplemented
-    rows = chosen.take(*found)
-    chosen.within.joined(rows.shape[found[2]], [x.shape[dim] for x in tensors])
-    return rows
+def _cat(chosen: Choosing, tensors: Any, dim: int = 0, **named: Any) -> Any:
+    return NotImplemented if named else chosen.join(tensors, dim)
 
 
-def _split(chosen: Chosen, x: Tensor, sizes: Any, dim: int = 0) -> Any:
+def _split(chosen: Choosing, x: Tensor, sizes: Any, dim: int = 0) -> Any:
     """Rows that a mask chooses, of which each part has a number of rows that is known."""
     if not isinstance(sizes, list | tuple) or x.shape[dim] not in chosen.within.masks:
         return NotImplemented
@@ -143,61 +134,61 @@ def _split(chosen: Chosen, x: Tensor, sizes: Any, dim: int = 0) -> Any:
     return NotImplemented if any(each is NotImplemented for each in found) else tuple(found)
 
 
-def _masked_scatter(chosen: Chosen, x: Tensor, mask: Tensor, source: Tensor) -> Any:
+def _masked_scatter(chosen: Choosing, x: Tensor, mask: Tensor, source: Tensor) -> Any:
     known = chosen.broadcast_of(mask, source.shape[0]) if source.dim() and mask.dim() == x.dim() else None
     return NotImplemented if known is None else chosen.write(x, known, source)
 
 
-def _masked_scatter_(chosen: Chosen, x: Tensor, mask: Tensor, source: Tensor) -> Any:
+def _masked_scatter_(chosen: Choosing, x: Tensor, mask: Tensor, source: Tensor) -> Any:
     count = compat.count_recorded()
     found = _masked_scatter(chosen, x, mask, source)
     return found if found is NotImplemented else chosen.put(x, found, count)
 
 
-def _masked_select(chosen: Chosen, x: Tensor, mask: Tensor) -> Any:
+def _masked_select(chosen: Choosing, x: Tensor, mask: Tensor) -> Any:
     """Whole numbers apart: labels that are put one after the other, of which `ctc_loss` is given the lengths."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     return chosen.take(x.expand(shape), mask.expand(shape)) if x.is_floating_point() else NotImplemented
 
 
-def _nonzero(chosen: Chosen, x: Tensor, *, as_tuple: bool = False) -> Any:
+def _nonzero(chosen: Choosing, x: Tensor, *, as_tuple: bool = False) -> Any:
     found = chosen.places(x if x.dtype == torch.bool else x != 0) if x.dim() else NotImplemented
     return found if as_tuple or found is NotImplemented else chosen.stack(found)
 
 
-def _flattened(chosen: Chosen, x: Tensor, *sizes: Any, **named: Any) -> Any:
+def _flattened(chosen: Choosing, x: Tensor, *sizes: Any, **named: Any) -> Any:
     """The places of a mask of one dim, which stand in a column."""
     columns = chosen.columns(x)
     return columns[0] if len(columns) == 1 and sizes in ((), (-1,), (1,)) and not named else NotImplemented
 
 
-def _viewed(chosen: Chosen, x: Tensor, *sizes: Any, **named: Any) -> Any:
+def _viewed(chosen: Choosing, x: Tensor, *sizes: Any, **named: Any) -> Any:
     found = _flattened(chosen, x, *sizes, **named)
     return seen_apart(chosen, x, *sizes, **named) if found is NotImplemented else found
 
 
-def _where(chosen: Chosen, condition: Tensor, *others: Any, **named: Any) -> Any:
+def _where(chosen: Choosing, condition: Tensor, *others: Any, **named: Any) -> Any:
     return NotImplemented if others or named else _nonzero(chosen, condition, as_tuple=True)
 
 
-def _select(chosen: Chosen, x: Tensor, dim: int, index: Any) -> Any:
+def _select(chosen: Choosing, x: Tensor, dim: int, index: Any) -> Any:
     number = chosen.round_number(index)
     if number is None or dim or not x.dim():
         return one_of(chosen, x, (*(slice(None),) * (dim % max(1, x.dim())), index))
     return chosen.loops.item(x, number, with_dim=False)
 
 
-def _index_select(chosen: Chosen, x: Tensor, dim: int, index: Tensor) -> Any:
+def _index_select(chosen: Choosing, x: Tensor, dim: int, index: Tensor) -> Any:
     rows = chosen.rows_in((*(slice(None),) * (dim % x.dim()), index))
     seen = None if rows is None else rows.seen(x)
     return NotImplemented if rows is None or seen is None else chosen.take(seen, rows.mask, rows.at)
 
 
-FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+_FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
-    torch.cat: joined_rows,
-    torch.concat: joined_rows,
+    torch.cat: _cat,
+    torch.concat: _cat,
     torch.split: _split,
     Tensor.split: _split,
     torch.masked_select: _masked_select,
@@ -242,3 +233,17 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.index_select: _index_select,
 }
 """What chooses, by functions of torch."""
+
+
+class Chosen(Choosing):
+    """While a model is traced: masks that nobody knows choose rows."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._calls += bool(self._known)
+        if self._calls > MOST_CALLS:
+            raise looped()
+        instead = _FUNCTIONS.get(func)
+        found = NotImplemented if instead is None else instead(self, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found

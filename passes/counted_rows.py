@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import LIBRARIES, passing
-from autopar.passes.chosen import Chosen
+from autopar.passes.chosen_functions import Chosen
 from autopar.passes.chosen_operators import FIRST
 from autopar.passes.no_rows import Region, left_out, nodes_left, sizes_behind
 from autopar.passes.read_numbers import Numbers

@@ -32,7 +32,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
 from autopar.passes import recurrent
-from autopar.passes.chosen import Chosen
+from autopar.passes.chosen_functions import Chosen
 from autopar.passes.usual import Usual
 
 _PACK, _PAD, _INVERT = (each.__code__ for each in (pack_padded_sequence, pad_packed_sequence, invert_permutation))

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.torch_compat import tracing as compat
 from autopar.ir.nodes import drop_dead
-from autopar.passes.chosen import Chosen
+from autopar.passes.chosen_functions import Chosen
 from autopar.passes.counted_rows import CountedRows
 from autopar.passes.plain_reads import PlainReads
 from autopar.passes.read_numbers import Numbers
