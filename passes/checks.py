@@ -46,8 +46,12 @@ _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accum
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
 """Folders of torch whose code checks what models hand in, as a model's own may."""
-_CHECKING = re.compile("check|assert|require|ensure|validate", re.IGNORECASE)
-"""Names of functions that raise where what they are given first is not so, if nothing else comes of them."""
+_CHECKING = frozenset(
+    {"_check", "_check_with", "_check_value", "_check_index", "_check_type", "_check_tensor_all", "_assert"}
+)
+"""Functions of torch that raise where what they are given first is not so."""
+_LIKE_CHECKS = re.compile("check|assert|require|ensure|validate", re.IGNORECASE)
+"""Names of functions that do so, by all likelihood, where nothing else comes of them."""
 _MOST_FRAMES = 64
 
 
@@ -212,8 +216,11 @@ def frame_of_model(frame: FrameType | None, own: bool = False) -> FrameType | No
     return None
 
 
-def passing(frame: FrameType) -> bool | None:
-    """What the test that a frame is at has to give for a check to pass; None where it does not decide on a `raise`."""
+def passing(frame: FrameType, by_name: bool = False) -> bool | None:
+    """What the test that a frame is at has to give for a check to pass; None where it does not decide on a `raise`.
+
+    by_name: whether a function with a name like a check's is taken for one.
+    """
     source = source_of(frame.f_code)
     if source is None:
         return None
@@ -225,7 +232,8 @@ def passing(frame: FrameType) -> bool | None:
         elif isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)):
             found = wanted_of(node.test, not _raises(node.body), places)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
-            if _CHECKING.search(_name(node.value.func)):
+            called = _name(node.value.func)
+            if called in _CHECKING or (by_name and _LIKE_CHECKS.search(called)):
                 found = True if span(node.value) in places else wanted_of(node.value.args[0], True, places)
         if found is not None:
             return found

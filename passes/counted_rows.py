@@ -226,7 +226,7 @@ class CountedRows(TorchFunctionMode):
             if none != some == all_of_them == found:
                 self._asks_for_some(count.rows, test.places, bool(none), source, frame)
                 return found
-        wanted = None if self.usual is None else passing(frame)
+        wanted = None if self.usual is None else passing(frame, by_name=True)
         if wanted is not None and self.usual is not None:
             said = by(count.said(), other.said() if type(other) is Count else other)
             self.usual.takes_check(said == wanted, line)

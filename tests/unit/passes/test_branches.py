@@ -31,6 +31,15 @@ def _finite(y: Tensor) -> Tensor:
     return y
 
 
+def check_numbers(is_wrong: bool) -> None:
+    """Tells, and goes on."""
+
+
+def _told(y: Tensor) -> Tensor:
+    check_numbers(bool(y.isnan().any()))
+    return y
+
+
 def _rounds(y: Tensor) -> Tensor:
     while y.norm() > 1e-3:
         y = y / 2
@@ -70,6 +79,11 @@ def test_the_first_program_is_of_finite_numbers_and_of_loops_that_go_on() -> Non
     assert _ways(_breaks) == [False, False, False]
     assert _ways(_breaks, (False, True)) == [False, True]
     assert _ways(_large) == [False] and _ways(_large, (True,)) == [True]
+
+
+def test_what_is_called_like_a_check_is_none_of_values() -> None:
+    """Breaks if every batch is refused for which a function that only tells of wrong numbers is told of none."""
+    assert _ways(_told) == [False]
 
 
 def test_the_last_output_is_the_number_of_the_first_branch_that_goes_another_way() -> None:
