@@ -70,9 +70,9 @@ def global_norm(
     """
     if norm_type <= 0:
         raise AutoparError(f"norm_type is {norm_type}", remedy="Use a positive one, or math.inf")
-    dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    dtype = torch.float64 if any(x.dtype in (torch.float64, torch.complex128) for x in tensors) else torch.float32
     dtype = stages.dtype if stages is not None else dtype
-    owned = [local_tensor(x) for x in tensors if is_owner(comm, x)]
+    owned = [_real(local_tensor(x)) for x in tensors if is_owner(comm, x)]
     # vector_norm upcasts inside: no copies of the gradients.
     norms = [torch.linalg.vector_norm(x, norm_type, dtype=dtype) for x in owned if x.numel()]
     if norms:
@@ -80,7 +80,7 @@ def global_norm(
     else:
         total = torch.zeros((), dtype=dtype, device=comm.device)
     # What another rank counts adds nothing, but where it is NaN or infinite on this rank alone.
-    others = [local_tensor(x) for x in tensors if not is_owner(comm, x)]
+    others = [_real(local_tensor(x)) for x in tensors if not is_owner(comm, x)]
     norms = [torch.linalg.vector_norm(x, norm_type, dtype=dtype) for x in others if x.numel()]
     total = total + 0 * torch.stack(norms).sum() if norms else total
     is_max = math.isinf(norm_type)
@@ -92,6 +92,11 @@ def global_norm(
     for each, axis in over:
         total = each.all_reduce(total, axis, "max" if is_max else "sum")
     return total if is_max else total ** (1 / norm_type)
+
+
+def _real(x: Tensor) -> Tensor:
+    """Of complex numbers their absolute values, which a norm is of."""
+    return x.abs() if x.is_complex() else x
 
 
 def own_power(comm: Communicator, pairs: Iterable[tuple[Tensor, DTensor]], stages: Stages | None = None) -> Tensor:

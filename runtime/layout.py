@@ -128,8 +128,9 @@ def _reduced(terms: list[Tensor], op: str) -> Tensor:
 def _check_replicas(replicas: list[Tensor], axis: int, atol: float, rtol: float) -> None:
     first = replicas[0]
     for i, other in enumerate(replicas[1:], start=1):
-        if not torch.allclose(first.to(torch.float64), other.to(torch.float64), rtol=rtol, atol=atol, equal_nan=True):
-            worst = (first.to(torch.float64) - other.to(torch.float64)).abs().max().item()
+        wide = torch.promote_types(first.dtype, torch.float64)
+        if not torch.allclose(first.to(wide), other.to(wide), rtol=rtol, atol=atol, equal_nan=True):
+            worst = (first.to(wide) - other.to(wide)).abs().max().item()
             raise AutoparError(
                 f"replicas differ along mesh axis {axis}", values=f"places 0 and {i} by up to {worst:.3g}"
             )

@@ -71,7 +71,7 @@ def compare(
     for name, want in gradients.items():
         have = found.gradients.get(name, torch.zeros_like(want))  # none for what forward does not use, as in eager
         floor = noise * total
-        if name in rounding and rtol and float(want.double().norm()) < floor:
+        if name in rounding and rtol and float(_wide(want).norm()) < floor:
             floor = max(floor, min(ROUNDINGS * rounding[name], floor) / rtol)
         rows.append(comparison(f"gradient of {gradient_of(name)}", want, have, rtol, atol, floor))
     norm = torch.tensor(_norm(list(found.gradients.values())), dtype=torch.float64)
@@ -87,14 +87,24 @@ def change(what: str, exact: torch.Tensor, rounded: torch.Tensor) -> str:
 
 
 def _norm(tensors: list[torch.Tensor]) -> float:
-    return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
+    return sum(float(_wide(t).square().sum()) for t in tensors) ** 0.5
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of what two tensors of one shape differ by."""
+    return float((_wide(one) - _wide(other)).norm())
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In float64; complex numbers as pairs."""
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double()
 
 
 def comparison(name: str, want: torch.Tensor, have: torch.Tensor, rtol: float, atol: float, floor: float) -> Comparison:
     """One tensor, by its norm. floor: the least scale that it is compared on."""
     if want.shape != have.shape:
         return Comparison(f"{name}: shape {tuple(have.shape)} instead of {tuple(want.shape)}", float("inf"), False)
-    difference = float((want.double() - have.double()).norm())
-    scale = max(float(want.double().norm()), floor)
+    difference = distance(want, have)
+    scale = max(float(_wide(want).norm()), floor)
     error = difference / scale if scale > 0 else (0.0 if difference == 0 else float("inf"))
     return Comparison(name, error, difference <= rtol * scale + atol * want.numel() ** 0.5)

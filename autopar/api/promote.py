@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _NARROWER = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex32, torch.complex128})
 _NAMED_CASTS = {"float", "half", "bfloat16", "double"}
 
 
@@ -27,6 +28,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def in_dtype(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a type is where `dtype` stands for all floating-point ones: complex numbers are pairs of these."""
+    if given.is_complex:
+        return dtype.to_complex()
+    return dtype if given.is_floating_point else given
 
 
 class only(TorchFunctionMode):
@@ -72,6 +80,6 @@ class only(TorchFunctionMode):
         stayed what it was.
         """
         if isinstance(value, torch.dtype):
-            return self._dtype if value in _NARROWER else value
+            return in_dtype(value, self._dtype) if value in _NARROWER | _COMPLEX else value
         is_other = mixed and isinstance(value, torch.Tensor) and value.dtype in _NARROWER - {self._dtype}
         return value.to(self._dtype) if is_other else value

@@ -22,7 +22,7 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.api import interpret
-from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare
+from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare, distance
 from autopar.api.draws import draws_of, handed
 from autopar.api.promote import default_dtype, only
 from autopar.api.small_model import as_drawn, small_model
@@ -369,7 +369,7 @@ def _rounding(
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
             parameter.mul_(1 + torch.finfo(dtype).eps * signs.to(dtype))
     _, moved, _ = expected(program, model, inputs, state, tensors, seed, dtype, source)
-    return {name: float((moved[name].double() - value.double()).norm()) for name, value in before.items()}
+    return {name: distance(moved[name], value) for name, value in before.items()}
 
 
 def _run(

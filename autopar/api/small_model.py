@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.api import interpret
+from autopar.api.promote import in_dtype
 from autopar.base.copies import copied
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface
@@ -31,7 +32,8 @@ def small_model(
     with torch.no_grad():
         for parameter in clone.parameters():
             scale = 0.5 / max(1, parameter.shape[-1] if parameter.dim() > 1 else 4) ** 0.5
-            noise = torch.randn(parameter.shape, generator=generator) * scale
+            drawn = torch.complex64 if parameter.is_complex() else None
+            noise = torch.randn(parameter.shape, generator=generator, dtype=drawn) * scale
             if parameter.dim() == 1:
                 noise += 0.5
             if parameter.is_floating_point() or parameter.is_complex():
@@ -39,7 +41,7 @@ def small_model(
     for original, module in zip(model.modules(), clone.modules(), strict=True):
         module.training = original.training  # each its own: a frozen batch norm stays frozen
     shared = dict(_shared_buffers(model))
-    clone = clone.to(dtype)
+    clone = clone._apply(lambda x: x.to(in_dtype(x.dtype, dtype)))  # `to` makes complex numbers real
     vars(clone)[_DRAWN] = fill(
         clone, lambda shape: torch.randn(shape, generator=generator, dtype=dtype) * 0.5 / shape[-1] ** 0.5
     )
@@ -104,9 +106,10 @@ def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module, d
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_meta:
-        return value.cpu().to(dtype) if value.is_floating_point() else value.cpu()
-    if value.is_floating_point():
-        return torch.randn(value.shape, generator=generator).to(dtype)
+        return value.cpu().to(in_dtype(value.dtype, dtype))
+    if value.is_floating_point() or value.is_complex():
+        drawn = torch.complex64 if value.is_complex() else None
+        return torch.randn(value.shape, generator=generator, dtype=drawn).to(in_dtype(value.dtype, dtype))
     if "mask" in name:
         return torch.ones(value.shape, dtype=value.dtype)
     high = huggingface.max_token(model) if huggingface.is_hf(model) else 2

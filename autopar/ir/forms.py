@@ -104,6 +104,8 @@ def _text(value: Any) -> str:
         return "T"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, complex):  # written and read again, a zero may have another sign
+        return f"{_text(value.real)}, {_text(value.imag)} j"
     return repr(int(value)) if isinstance(value, float) and value.is_integer() else repr(value)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from autopar.operators import (
     attention_autograd,
     batch_norm_autograd,
+    complex_autograd,
     fused_autograd,
     grids,
     losses,
@@ -41,8 +42,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
         x, w = ctx.saved_tensors
-        grad_x = _ops.linear_grad_input(g, w) if ctx.needs_input_grad[0] else None
-        return grad_x, _ops.linear_grad_weight(g, x) if ctx.needs_input_grad[1] else None, None
+        grad_x = _ops.linear_grad_input(g, w.conj()) if ctx.needs_input_grad[0] else None
+        return grad_x, _ops.linear_grad_weight(g, x.conj()) if ctx.needs_input_grad[1] else None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -232,6 +233,7 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.dropout.default: trace_dropout,
     _aten.native_dropout.default: _trace_native_dropout,
     **batch_norm_autograd.AUTOGRAD,
+    **complex_autograd.AUTOGRAD,
     **fused_autograd.AUTOGRAD,
     **grids.AUTOGRAD,
     **losses.AUTOGRAD,

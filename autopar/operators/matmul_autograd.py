@@ -20,8 +20,8 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (g,) = grads
         a, b = ctx.saved_tensors
-        grad_a = _ops.matmul(g, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
-        return grad_a, _ops.matmul(a.transpose(-1, -2), g) if ctx.needs_input_grad[1] else None
+        grad_a = _ops.matmul(g, b.transpose(-1, -2).conj()) if ctx.needs_input_grad[0] else None
+        return grad_a, _ops.matmul(a.transpose(-1, -2).conj(), g) if ctx.needs_input_grad[1] else None
 
 
 def trace_matmul(a: Tensor, b: Tensor) -> Tensor:

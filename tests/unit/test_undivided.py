@@ -229,3 +229,12 @@ def test_the_price_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             whole.tell(batch(3))
     (text,) = caplog.messages
     assert "3 rows do not divide over dp=2 × fsdp=2" in text and "4 times the work" in text
+
+
+def test_a_frozen_bias_that_no_axis_divides() -> None:
+    """Breaks if the step's memory counts the gradient of a parameter that has none: a teacher beside its student, a
+    frozen head of seven classes, were refused under `zero3`.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7).requires_grad_(False))
+    given = {"input": torch.randn(4, 4)}
+    assert autopar.plan(model, mesh("dp=2"), strategy="zero3", example_inputs=given).verify().ok

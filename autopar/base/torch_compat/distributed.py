@@ -187,8 +187,10 @@ def _reading_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def read(self: DTensor, *args: Any) -> Any:
         is_read = self.numel() == 1 or (name == "tolist" and type(self) is DTensor)
-        detached: Any = self.detach()
-        return original(detached.full_tensor() if is_read else self, *args)
+        if not is_read:
+            return original(self, *args)
+        detached: Any = self.detach()  # an output that was looked at, or that has a gradient: the whole, plain
+        return original(detached.full_tensor() if isinstance(detached, DTensor) else detached, *args)
 
     return read
 

@@ -303,7 +303,10 @@ def exclusive() -> Iterator[None]:
     While torch traces, it has a `__call__` and a `__getattr__` of its own on `nn.Module`, and flags and log levels are
     the process's: two traces that overlapped would each put back what the other had set.
     """
-    names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export", "torch._dynamo")
+    names = (
+        "torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export", "torch._dynamo",
+        "torch._subclasses.fake_tensor",
+    )  # fmt: skip
     with _LOCK, contextlib.ExitStack() as stack:
         for name in names:
             logger = logging.getLogger(name)

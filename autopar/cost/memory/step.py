@@ -251,11 +251,12 @@ class Step(StageMemory):
         if variable.name in self.named:
             return self.named[variable.name]
         layout = self.program.placed.parameters[variable.name]
-        key = (id(layout), variable.type.shape, variable.padded)
+        has_gradient = self.program.training and variable.trainable
+        key = (id(layout), variable.type.shape, variable.padded, has_gradient)
         if key not in self.sizes:
             stored = math.prod(block_shape(variable, layout, self.program.on_mesh.sizes))
             raw = float(stored)
-            if self.program.training:  # else there is none, and the piece that is stored may be an uneven one
+            if has_gradient:  # else the piece that is stored may be an uneven one
                 raw = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
                 raw /= variable.type.dtype.itemsize
             self.sizes[key] = (stored, raw)
