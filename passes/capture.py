@@ -28,6 +28,7 @@ from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.transforms import by_autograd
 from autopar.ir.program import Program
+from autopar.ir.told import BUFFER, ToldNeeded, Wanted
 from autopar.operators import own_gradients
 from autopar.passes import inner_gradients, mutation, seeds
 from autopar.passes.avoidable import argument_instead
@@ -39,7 +40,7 @@ from autopar.passes.checks import ChecksPass
 from autopar.passes.chosen_functions import Chosen
 from autopar.passes.chosen_operators import FIRST, SECOND
 from autopar.passes.counted_rows import CountedRows
-from autopar.passes.emptied import emptied, traced_copy, values_of
+from autopar.passes.emptied import emptied, put_buffer, traced_copy, values_of
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
 from autopar.passes.fixed_slices import whole_numbers
@@ -51,6 +52,7 @@ from autopar.passes.plain_reads import PlainReads
 from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.recurrent import Packs
+from autopar.passes.told import Telling, rows_among, start_of, with_told
 from autopar.passes.usual import Checked, Decides, Usual
 
 logger = logging.getLogger("autopar.capture")
@@ -90,7 +92,7 @@ def capture(
     def trace(chosen: Chosen) -> Program:
         program = None
         # What a block does to another object that all are given is not seen of the block that stands for others.
-        if all(caches.of_blocks(inputs[name]) for name in caches.states_among(inputs)):
+        if not start_of(model).wanted and all(caches.of_blocks(inputs[name]) for name in caches.states_among(inputs)):
             with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
                 program = _with_repeated_blocks(
                     model, precision, batch, names, chosen, bool(caches.states_among(inputs))
@@ -173,8 +175,8 @@ def _with_repeated_blocks(
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             counted = CountedRows(chosen, numbers := Numbers())
-            kept = Kept(clone)
-            clone.forward = Ragged(numbers).within(kept.within(counted.within(clone.forward)))
+            kept, telling = Kept(clone), Telling(clone, values_of(model), start_of(model), Wanted(), numbers)
+            clone.forward = Ragged(numbers).within(telling.within(kept.within(counted.within(clone.forward))))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
                 checks, reads = ChecksPass(clone), PlainReads(counted)
                 with compat.traced_in(mode), numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
@@ -221,21 +223,30 @@ def _whole(
     # What may repeat a call at once, without gradients, is told that its batch is otherwise: it does not wait for it.
     leaves = tells_ways and (training or bool(ways_of(model)))
     files: list[dict[str, Any]] = []
+    start = start_of(model)
+    wanted = start.wanted
     while True:
         mode, known = compat.fake_mode(), ByValue(values, leaves)
         usual = Usual(_measured(inputs), _marks(inputs), held, leaves)
         clone = traced_copy(model, precision, mode)
-        counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone)
-        clone.forward = kept.within(counted.within(clone.forward))
+        counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone, wanted.held)
+        if wanted:
+            put_buffer(clone, BUFFER, wanted.length, mode)
+        telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
+        clone.forward = telling.within(kept.within(counted.within(clone.forward)))
         clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers, usual).within(clone.forward)
         branches = Branches(clone, now, None if tells_ways else usual)
         clone.forward = branches.within(clone)
-        modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted))
+        modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted), telling)
         try:
             with compat.traced_in(mode), whole_numbers(numbers, files):
                 exported = _export(clone, batch(mode), branches, numbers, *modes)
+        except ToldNeeded as needed:
+            if wanted == (wanted := wanted.with_needed(needed)):
+                raise
+            continue
         except AutoparError as error:
             if changed is not None and compat.is_data_dependent(error.__cause__ or error):
                 raise changed from error
@@ -255,6 +266,7 @@ def _whole(
         if not differing:
             try:
                 program = usual.noted(to_program(model, precision, exported, names, branches=branches.taken))
+                program = with_told(program, telling.told)
                 break
             except Decides as error:
                 if changed is not None:

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.interface_text import starred
 from autopar.ir.placement import ParameterLayout
 from autopar.ir.program import Program
 from autopar.ir.reach import reached_by
 from autopar.ir.sharding import Sharding, local_shape, redistribution_steps, replicated
 from autopar.ir.tensor_type import TensorType, dtype_name
 from autopar.ir.uneven import block_shape, is_uneven
-from autopar.ir.values import ValueRef, gradient_key
+from autopar.ir.values import ValueRef, Variable, gradient_key
 from autopar.machine.mesh import Mesh
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.exchanged import exchanged_experts
@@ -103,8 +104,10 @@ def interface_of(program: Program) -> ProgramInterface:
     num_inputs, num_outputs = (len(each) // program.together for each in (program.inputs, program.outputs))
     parameters: list[TensorInterface] = []
     buffers: list[TensorInterface] = []
+    alike = {_kind(x): placement.parameters[x.name] for x in program.variables if x.name in placement.parameters}
     for variable in program.variables:
-        layout = placement.parameters.get(variable.name)
+        # What this program does not use lies as the same of other layers does: another program may use them all.
+        layout = placement.parameters.get(variable.name, alike.get(_kind(variable)))
         stored = layout.stored if layout else whole
         type_ = TensorType(variable.type.shape, variable.stored_dtype)
         uneven = layout is not None and is_uneven(variable, layout, program.mesh.sizes)
@@ -148,7 +151,12 @@ def interface_of(program: Program) -> ProgramInterface:
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
         program.microbatches * program.together, updates, pipeline_interface(program), program.by_value,
         program.granted, experts=exchanged_experts(program), beside=beside, branches=program.branches,
+        told=() if program.told is None else program.told.words,
     )  # fmt: skip
+
+
+def _kind(variable: Variable) -> tuple[object, ...]:
+    return starred(variable.name), variable.type, variable.stored_dtype, variable.trainable, variable.is_parameter
 
 
 def _wanted(entry: TensorInterface, places: Iterable[int] | None, num_outputs: int) -> TensorInterface:

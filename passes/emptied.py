@@ -104,6 +104,12 @@ def emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorMo
     return empty if mode is None else compat.stand_in(empty, mode)
 
 
+def put_buffer(clone: nn.Module, name: str, length: int, mode: compat.FakeTensorMode | None) -> None:
+    """Give a copy that is traced a buffer that the model has not: float64 [length]."""
+    empty = emptied(torch.empty(length, dtype=torch.float64, device="meta"), None, mode)
+    clone.register_buffer(name, _kept(empty, mode))
+
+
 def _kept(value: torch.Tensor, mode: compat.FakeTensorMode | None) -> torch.Tensor:
     """A parameter or a buffer that is traced as it is."""
     if mode is not None:

@@ -1,6 +1,7 @@
-"""What a forward keeps on its modules between calls: a program does nothing in Python, so it keeps nothing.
+"""What a forward keeps on its modules between calls: a program does nothing in Python, so it keeps nothing itself.
 
-    self.calls += 1;  loss * min(1, self.calls / 10)       refused: another number in every step, the same in a program
+    self.calls += 1;  loss * min(1, self.calls / 10)       told: another number in every step (`told.py`)
+    self.seen["batches"] += 1;  self.is_new = False        told likewise
     if self.last is not None: loss += (z - self.last) ** 2
     self.last = z.detach()                                 refused: z of the step before, which a program does not have
     calls += 1, a global;  if calls > 3: …                 refused likewise
@@ -15,7 +16,8 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, TypeGuard
@@ -24,16 +26,17 @@ from torch import Tensor, fx, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.ir.told import Held, ToldNeeded
 from autopar.passes.source import Source, flat, source_of
 
 _NUMBERS = (int, float)
 
 
 class Kept:
-    """While a model is traced."""
+    """While a model is traced. told: what is told the program, and kept by who runs it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, told: Collection[Held] = ()) -> None:
+        self._model, self._told = model, frozenset(told)
         self._names: dict[str, None] = {}
 
     @property
@@ -54,9 +57,10 @@ class Kept:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             before = {path: dict(vars(module)) for path, module in _modules_of(self._model, "")}
-            held = {id(each): dict(each) for each in _globals_of(self._model)}
+            counted = dict(self._counted())
+            held = {id(each): dict(each) for each in globals_of(self._model)}
             found = forward(*args, **kwargs)
-            for each in _globals_of(self._model):
+            for each in globals_of(self._model):
                 for name, value in each.items():
                     was = held.get(id(each), each).get(name)
                     if type(value) in _NUMBERS and type(was) in _NUMBERS and value != was:
@@ -64,19 +68,36 @@ class Kept:
             for path, module in _modules_of(self._model, ""):
                 for name, value in dict.items(vars(module)):
                     was = before.get(path, {}).get(name)
-                    if value is not was and name not in ("_parameters", "_buffers", "_modules", "training"):
+                    if value is not was and name not in _OWN and Held(path, name) not in self._told:
                         self._look_at(path, name, was, value)
+            changed = [
+                held for held, value in self._counted() if value != counted.get(held, 0) and held not in self._told
+            ]
+            if changed:
+                raise _told_needed(changed, "an entry of an attribute in Python", None)
             return found
 
         return run
 
+    def _counted(self) -> Iterator[tuple[Held, int | float | bool]]:
+        """The numbers in dicts and lists that modules have."""
+        for path, module in _modules_of(self._model, ""):
+            for name, value in dict.items(vars(module)):
+                if name not in _OWN and not name.startswith("_") and type(value) in _HOLDING:
+                    yield from ((Held(path, name, keys), number) for keys, number in _entries(value, ()))
+
     def _look_at(self, path: str, name: str, was: Any, value: Any) -> None:
+        if type(value) is bool and type(was) is bool:
+            self._look_at_flag(path, name)
+            return
         is_number = type(value) in _NUMBERS and type(was) in _NUMBERS and value != was
         leaves = compat.tree_flatten(value)[0] if type(value) in (tuple, list, dict) else [value]
         if not is_number and not any(isinstance(x, Tensor) and self._is_of_the_batch(x) for x in leaves):
             return
         full = f"{path}.{name}" if path else name
         line = _line_that_goes_by(self._model, name, is_number)
+        if is_number and (line is not None or _is_counted(self._model, name)):
+            raise _told_needed([Held(path, name)], "an attribute in Python", line)
         if line is not None:
             raise AutoparError(
                 f"forward() changes {full}, an attribute in Python, and goes by what it was: a program does as in its "
@@ -86,6 +107,14 @@ class Kept:
                 f"self.{name}.copy_(…) or self.{name} += 1 in forward), or set it outside of forward()",
             )
         self._names[full] = None
+
+    def _look_at_flag(self, path: str, name: str) -> None:
+        """A flag that changes: where tensors are set with it, they are made in each step, as in the first."""
+        uses = [_Uses.of(source.tree, name) for _, source in _called(self._model)]
+        module = self._model.get_submodule(path)
+        makes = [value for value in dict.values(vars(module)) if isinstance(value, Tensor) and compat.node_of(value)]
+        if any(set(each.reads) - each.in_sets for each in uses) and not makes:
+            raise _told_needed([Held(path, name)], "an attribute in Python", None)
 
     def _look_at_global(self, name: str) -> None:
         for code, source in _called(self._model):
@@ -117,6 +146,40 @@ class Kept:
         return False
 
 
+_OWN = ("_parameters", "_buffers", "_modules", "training")
+_HOLDING = (dict, list, defaultdict, Counter, OrderedDict)
+_DEEPEST = 3
+"""Dicts and lists within others that are looked at."""
+_MOST_ENTRIES = 256
+
+
+def _entries(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], int | float | bool]]:
+    """The numbers in a dict or a list, by their keys."""
+    if type(value) not in _HOLDING or len(keys) > _DEEPEST or len(value) > _MOST_ENTRIES:
+        return
+    for key, each in list(value.items()) if isinstance(value, dict) else enumerate(list(value)):
+        if type(each) in (int, float, bool) and type(key) in (int, str):
+            yield (*keys, key), each
+        else:
+            yield from _entries(each, (*keys, key))
+
+
+def _told_needed(held: Sequence[Held], what: str, line: str | None) -> ToldNeeded:
+    needed = ToldNeeded(
+        f"forward() changes {held[0]}, {what}, and goes by what it was: a program does as in its first step",
+        where=line,
+        remedy=f'keep it in a buffer (self.register_buffer("{held[0].name}", torch.zeros(…)) in __init__, '
+        f"self.{held[0].name}.copy_(…) or self.{held[0].name} += 1 in forward), or set it outside of forward()",
+    )
+    needed.held = frozenset(held)
+    return needed
+
+
+def _is_counted(model: nn.Module, name: str) -> bool:
+    """Whether a statement makes an attribute of what it was."""
+    return any(_goes_on(each, name) for _, source in _called(model) for each in _Uses.of(source.tree, name).sets)
+
+
 def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """As `named_modules()`, unseen by who notes what is read of modules (`blocks/recording.py`)."""
     yield path, module
@@ -125,7 +188,7 @@ def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
             yield from _modules_of(child, f"{path}.{name}" if path else name)
 
 
-def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
+def globals_of(model: nn.Module) -> list[dict[str, Any]]:
     """The globals of the files that a model's own classes are of."""
     files = dict.fromkeys(type(module).__module__ for _, module in _modules_of(model, ""))
     own = (name for name in files if name.partition(".")[0] not in ("torch", "autopar", "transformers"))
@@ -154,7 +217,7 @@ def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | No
             first = min(each.lineno for each in uses.sets)
             lines += [_place(code, node) for node in reads if node.lineno <= first]
     goes_on = [_goes_on(each, name) for uses in found for each in uses.sets]
-    if is_number and not (goes_on and all(goes_on)):
+    if is_number and not any(goes_on):
         return None  # set anew in every forward, or by who knows what
     return next(iter(lines), None)
 
@@ -204,8 +267,7 @@ def _goes_on(node: ast.AST, name: str) -> bool:
     """Whether a statement makes an attribute of what it was: `self.calls += 1`, `self.mean = 0.9 * self.mean + x`."""
     if isinstance(node, ast.AugAssign):
         return True
-    value = node.value if isinstance(node, ast.Assign) else None
-    return isinstance(value, ast.BinOp) and any(_reads(each, name) for each in ast.walk(value))
+    return isinstance(node, ast.Assign) and any(_reads(each, name) for each in ast.walk(node.value))
 
 
 def _called(model: nn.Module) -> Iterator[tuple[CodeType, Source]]:

@@ -170,7 +170,7 @@ class Engine:
             if interface.pipeline is not None:
                 inputs = {name: on_mesh(x, self.inner.device_mesh, name) for name, x in inputs.items()}
             batch = make_batch(program, interface, self.inner, inputs)
-        before = torch.get_rng_state() if interface.branches else None
+        before = torch.get_rng_state()
         seed = self.agreement.seed() if program.draws else 0
         self._num_forwards += 1
         constants = self._constants_of(executable)
@@ -179,7 +179,7 @@ class Engine:
         buffers |= {each.name: buffers[each.name].clone() for each in interface.updates}  # a backward may read the old
         hooked: set[int] = set()
         outputs, updates = self._run(executable, batch, seed, buffers, hooked)
-        if before is not None and executable.goes_another_way(outputs, before, self.comm.device):
+        if executable.goes_another_way(outputs, before, self.comm.device):
             return self._forward(args, kwargs)
         is_otherwise = self.granted.ask(interface.granted, outputs) if interface.granted else None
         with torch.no_grad():
@@ -255,7 +255,8 @@ class Engine:
         if executable.key not in self._constants:
             moved = {name: value.to(self.comm.device) for name, value in executable.constants.items()}
             self._constants[executable.key] = moved
-        return self._constants[executable.key]
+        found = self._constants[executable.key]
+        return found if executable.told is None else {**found, **executable.told.buffers(self.comm.device)}
 
     def _run(
         self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors, hooked: set[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from torch import Tensor
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime.added import Added
 from autopar.runtime.branches import check_same_ways, other_ways
+
+
+class Tells(Protocol):
+    """Who says what a step is told of Python's numbers."""
+
+    def buffers(self, device: torch.device) -> Mapping[str, Tensor]:
+        """What the program of the step reads."""
+        ...
+
+    def done(self) -> None:
+        """The step has run."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +41,7 @@ class Executable:
     have in common that differ in what is added. repeats: whether another batch of the same shapes and arguments, of
     the model in the same modes, gets this executable whatever is in it (`repeats.py`). goes: is told whether its
     batch went its way (None), else has the next one go these at the first branches that values decide (`branches.py`).
+    told: says what the step is told of Python's numbers.
     """
 
     interface: ProgramInterface
@@ -44,6 +57,7 @@ class Executable:
     key: object = field(default_factory=object)
     repeats: bool = False
     goes: Callable[[tuple[bool, ...] | None], None] | None = None
+    told: Tells | None = None
 
     def goes_another_way(self, outputs: Sequence[Tensor | None], drawn: Tensor, device: torch.device) -> bool:
         """Whether a batch goes another way than this program, at a branch that values decide: then the next executable
@@ -56,9 +70,12 @@ class Executable:
         """
         branches = self.interface.branches
         ways = other_ways(branches, outputs)
-        check_same_ways(ways, branches, device)
-        assert self.goes is not None
-        self.goes(ways)
+        if branches:
+            check_same_ways(ways, branches, device)
+            assert self.goes is not None
+            self.goes(ways)
         if ways is not None:
             torch.set_rng_state(drawn)
+        elif self.told is not None:
+            self.told.done()
         return ways is not None

@@ -37,6 +37,7 @@ from autopar.base.huggingface import packing
 from autopar.base.huggingface.caches import check_cache, states_among
 from autopar.base.stored_weights import is_stored
 from autopar.base.torch_compat import tracing
+from autopar.ir.told import BUFFER
 from autopar.machine.mesh import Mesh
 from autopar.passes.emptied import has_values_of, meta_clone
 from autopar.planner.family import Family
@@ -181,10 +182,6 @@ def compile_model(
     return compiled
 
 
-MOST_VALUES = 16
-"""Programs for batches of the same shapes that differ in inputs whose values decide what a model does."""
-
-
 class _Planner:
     """Plans once per kind of input, on rank 0, from a copy of the model on meta."""
 
@@ -247,7 +244,7 @@ class _Planner:
         inputs = without_graph(inputs)
         if self.model is not None:
             self._following = self._following or Following(self.blueprint, self.model, self._compiled)
-            self._numbers.follow(self._following.follow(), inputs, differentiate)
+            self._numbers.follow(self._following.follow(), inputs, differentiate, self._ways.steps.names)
             has_values_of(self.blueprint, self.model)
         if self.loss is not None:
             self.loss.check()
@@ -316,7 +313,7 @@ class _Planner:
         kind = (*shapes_key(self.blueprint, inputs), differentiate)
         key = self._ways.key(kind, values_key(inputs, self._by_value.get(kind, ())))
         if key not in self._executables:
-            self._check_values(kind)
+            self._ways.check_values(kind, self._by_value.get(kind, ()), self._executables)
             self._numbers.check(kind, self._executables)
             if self.model is not None:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
@@ -331,9 +328,10 @@ class _Planner:
         self._states = {**states_of(plan.interface), **self._states}
         self.latest = self.latest if plan.views is None and self.latest is not None else plan
         self._by_value[kind] = plan.interface.by_value
-        key = self._ways.key(kind, values_key(inputs, plan.interface.by_value))
+        self._ways.steps.learn(kind, plan)
+        key = self._ways.key(kind, values_key(inputs, self._by_value[kind]))
         self._executables[key] = self._executable(plan, key, plan.inputs or kind_of(inputs))
-        if not (plan.interface.by_value or plan.interface.branches):
+        if not (plan.interface.by_value or plan.interface.branches or plan.interface.told):
             self._numbers.planned(kind, self._executables)
         return key
 
@@ -361,17 +359,6 @@ class _Planner:
                 self._families[self._family_of(batch, False)] = Family.of(plan)
         self.generation = GenerationPlan(generation, agreed[0][0], agreed[1][0])
 
-    def _check_values(self, kind: tuple[Any, ...]) -> None:
-        """Raises AutoparError where a program for each set of values has become too many programs."""
-        if sum(known == kind for known, _ in self._executables) >= MOST_VALUES:
-            names = ", ".join(self._by_value[kind])
-            raise AutoparError(
-                f"the values of {names} decide what the model does, and they are different once more",
-                values=f"{MOST_VALUES} programs were made for batches of the same shapes",
-                remedy=f"group batches by {names}, so that few kinds of them occur, or keep what they decide out of "
-                "forward()",
-            )
-
     def _widen(self, key: tuple[Any, ...], inputs: Mapping[str, Any], names: tuple[str, ...]) -> Executable:
         """The executable for a kind of input from now on: its backward takes gradients for all of these outputs.
 
@@ -397,7 +384,7 @@ class _Planner:
             self.model.generation_plan = self.generation
         for name, value in self._constants.items():
             # One with a path is a tensor that a module keeps as a plain attribute, and has already.
-            if "." not in name and name not in self.model._buffers:
+            if "." not in name and name not in (*self.model._buffers, BUFFER):
                 self.model.register_buffer(name, value.to(self.model.autopar.comm.device), persistent=False)
 
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
@@ -496,5 +483,5 @@ class _Planner:
             plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions,
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
             self._latest_constants, leaves=plan.output_leaves, repeats=not plan.training and self.loss is None,
-            goes=partial(self._ways.go, key, self._executables),
+            goes=partial(self._ways.go, key, self._executables), told=self._ways.steps if plan.interface.told else None,
         )  # fmt: skip

@@ -7,7 +7,7 @@ batch that comes with them; where that program is the same for a few values, nob
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -34,14 +34,18 @@ class Numbers:
         self._not_read: dict[object, set[str]] = {}
         self._alike: dict[tuple[object, str], int] = {}
 
-    def follow(self, changed: tuple[Number, ...], inputs: Mapping[str, Any], differentiate: bool) -> None:
-        """Have the kind of a batch say the numbers that are others than when the model was compiled."""
+    def follow(
+        self, changed: tuple[Number, ...], inputs: Mapping[str, Any], differentiate: bool, told: Collection[str] = ()
+    ) -> None:
+        """Have the kind of a batch say the numbers that are others than when the model was compiled, but for those that
+        programs are told.
+        """
         held = vars(self._blueprint)
         held[NUMBERS] = ()
         if changed:
             self._family = (family_key(self._blueprint, inputs), differentiate)
             passed = self._not_read.get(self._family, set())
-            held[NUMBERS] = tuple((path, repr(value)) for path, value in changed if path not in passed)
+            held[NUMBERS] = tuple((path, repr(value)) for path, value in changed if path not in (*passed, *told))
 
     def check(self, kind: Key, executables: Mapping[Key, Executable]) -> None:
         """Raises AutoparError where a program for each value of a number has become too many programs."""

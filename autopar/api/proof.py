@@ -36,6 +36,7 @@ from autopar.ir.values import ValueRef, gradient_key
 from autopar.machine.mesh import Mesh
 from autopar.passes.branches import put_ways
 from autopar.passes.emit import emit, interface_of
+from autopar.passes.told import as_told
 from autopar.runtime.branches import other_ways
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
@@ -377,7 +378,7 @@ def _run(
 ) -> tuple[torch.Tensor, ...]:
     """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1."""
     draws = handed(draws_of(program, seed))
-    with draws:
+    with draws, as_told(model, program.told):
         output = _eager(model, inputs)
     results = tuple(x for x in map(_as_tensor, tracing.tree_flatten(output)[0]) if x is not None)
     if program.branches:  # the program's last output: it is to go the ways that eager does

@@ -8,12 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from autopar.api.told import Steps
 from autopar.base.errors import AutoparError
 from autopar.passes.branches import WAYS, put_ways
 from autopar.runtime.executable import Executable
 
 MOST_PROGRAMS = 32
 """Programs for batches of the same shapes that go different ways."""
+MOST_VALUES = 16
+"""Programs for batches of the same shapes that differ in inputs whose values decide what a model does."""
+TOLD = "what Python's numbers say"
 Key = tuple[Any, ...]
 Taken = tuple[bool, ...]
 
@@ -29,19 +33,35 @@ class Ways:
         self._blueprint = blueprint
         self._next: dict[Key, Taken] = {}
         self._tried: set[Key] = set()
+        self.steps = Steps(blueprint)
 
     def key(self, kind: Key, values: Key) -> Key:
-        """Of the executable for a batch."""
+        """Of the executable for a batch. Collective, where its kind is told Python's numbers."""
+        told = self.steps.answers(kind)
+        values = (*values, (TOLD, told)) if told else values
         return kind, (values, self._next.get((kind, values), ()))
 
     @contextmanager
     def asked(self, key: Key, branches: Sequence[tuple[bool, str]] = ()) -> Iterator[None]:
         """Inside, the model is traced for the ways of a key, or all those of a program that was traced for it."""
         put_ways(self._blueprint, [way for way, _ in branches] or key[1][1])
+        self.steps.starts(key[0], dict(key[1][0]).get(TOLD, ()))
         try:
             yield
         finally:
+            self.steps.ends()
             vars(self._blueprint).pop(WAYS, None)
+
+    def check_values(self, kind: Key, names: Sequence[str], executables: Mapping[Key, Executable]) -> None:
+        """Raises AutoparError where a program for each set of values has become too many programs. names: of inputs."""
+        found = {each[1][0] for each in executables if each[0] == kind}
+        if names and len({tuple(value for value in values if value[0] != TOLD) for values in found}) >= MOST_VALUES:
+            raise AutoparError(
+                f"the values of {', '.join(names)} decide what the model does, and they are different once more",
+                values=f"{MOST_VALUES} programs were made for batches of the same shapes",
+                remedy=f"group batches by {', '.join(names)}, so that few kinds of them occur, or keep what they "
+                "decide out of forward()",
+            )
 
     def go(self, key: Key, executables: Mapping[Key, Executable], ways: Taken | None) -> None:
         """After a run: have the next batch, of this key, go these ways at its first branches. None: it went its way.

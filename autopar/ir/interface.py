@@ -160,6 +160,7 @@ class ProgramInterface:
     the program does: it is for no others. granted: what it takes for granted of values, in words: where it is not so,
     its outputs are NaN. branches: those that values decide: which way each goes here, and its line; the last output,
     which no user sees, is then the number of the first that goes another way, how many there are where none does.
+    told: Python's numbers that are told in each step (`told.py`), in words.
     meaning: what outputs and gradients are, whoever computes them; None for a plan of an autopar that did not say.
     experts: its layers of experts that are exchanged, in order. beside: where two microbatches go through the program
     together, what it adds to the names of the second one's inputs and outputs; "" where one does.
@@ -181,6 +182,7 @@ class ProgramInterface:
     experts: tuple[ExpertsInterface, ...] = ()
     beside: str = ""
     branches: tuple[tuple[bool, str], ...] = ()
+    told: tuple[str, ...] = ()
 
     @property
     def together(self) -> int:

@@ -31,6 +31,7 @@ from autopar.ir.placement import Overlap, Placement, PlacementResult, SharedPara
 from autopar.ir.region import Call, Region
 from autopar.ir.stages import Pipeline, Share
 from autopar.ir.tensor_type import TensorType
+from autopar.ir.told import Told
 from autopar.ir.values import Port, ValueRef, Variable
 from autopar.machine.mesh import Mesh
 
@@ -90,6 +91,7 @@ class Program:
     by_value: inputs whose values the program is for; of others only shapes.
     granted: what is taken for granted of values; where it is not so, outputs are NaN. branches: which way those go that
     values decide; where there are any, the last output is the number of the first that goes another way.
+    told: of Python's numbers that differ from step to step; known where it was traced.
     together: how many microbatches go through the program at once, each with ports of its own; single: then the placed
     program of one of them.
     attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
@@ -124,6 +126,7 @@ class Program:
     by_value: tuple[str, ...] = ()
     granted: tuple[str, ...] = ()
     branches: tuple[Branch, ...] = ()
+    told: Told | None = field(default=None, repr=False, compare=False)
     together: int = 1
     single: Program | None = field(default=None, repr=False, compare=False)
     _named: dict[str, Variable] = field(default_factory=dict, init=False, repr=False, compare=False)

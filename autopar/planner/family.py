@@ -139,7 +139,7 @@ class Family:
         return self._guards[key]
 
     def _learn(self, program: Program, request: Attempt) -> None:
-        if program.by_value or program.branches:
+        if program.by_value or program.branches or program.told is not None:
             return  # it is for these values alone
         sizes = input_sizes(request.inputs)
         if any(sizes in known.sizes for known in self._kinds):

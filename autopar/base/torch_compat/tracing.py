@@ -175,6 +175,20 @@ def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tens
     return found
 
 
+def made_from(
+    value: torch.Tensor, given: Container[fx.Node]
+) -> tuple[list[fx.Node], Mapping[fx.Node, torch.Tensor]] | None:
+    """The operators that make a traced tensor of the given nodes, in order, and the constants that they read; None as
+    of `value_from`, and where none of the given nodes goes into it.
+    """
+    last = node_of(value)
+    found = None if last is None else _made_of(last, given)
+    if last is None or found is None or not found[2]:
+        return None
+    needed, held, _ = found
+    return [node for node in last.graph.nodes if node in needed], held
+
+
 def sources_from(value: torch.Tensor, given: Container[fx.Node]) -> list[fx.Node] | None:
     """Which of the given nodes a traced tensor is made of; None as of `value_from`."""
     last = node_of(value)

@@ -47,6 +47,10 @@ class Decisions:
         made = {(n, i) for n, call in enumerate(program.calls) for i in range(len(program.region(call.region).outputs))}
         if self.placement.values.keys() != made:
             raise _other_program("the calls of its regions")
+        given = {name for call in program.calls for name in call.slots}
+        parameters = {variable.name for variable in program.variables if variable.is_parameter}
+        if unknown := given & parameters - self.placement.parameters.keys():
+            raise _other_program(min(unknown))
         regions = {}
         for region in program.regions:
             known = self.operators.get(region.name, {})

@@ -261,6 +261,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         whole["granted"] = list(interface.granted)
     if interface.branches:
         whole["branches"] = [list(each) for each in interface.branches]
+    if interface.told:
+        whole["told"] = list(interface.told)
     if interface.experts:
         whole["experts"] = [asdict(layer) for layer in interface.experts]
     if interface.beside:
@@ -351,4 +353,5 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
         ),
         data.get("beside", ""),
         tuple((bool(way), str(line)) for way, line in data.get("branches", ())),
+        tuple(data.get("told", ())),
     )  # fmt: skip

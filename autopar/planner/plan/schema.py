@@ -162,6 +162,7 @@ class InterfaceRow(TypedDict):
     experts: NotRequired[list[ExpertsRow]]
     beside: NotRequired[str]
     branches: NotRequired[list[tuple[bool, str]]]
+    told: NotRequired[list[str]]
 
 
 class CostRow(TypedDict):
