@@ -96,7 +96,7 @@ class Kept:
             return
         full = f"{path}.{name}" if path else name
         line = _line_that_goes_by(self._model, name, is_number)
-        if is_number and (line is not None or _is_counted(self._model, name)):
+        if is_number and _is_counted(self._model, name):
             raise _told_needed([Held(path, name)], "an attribute in Python", line)
         if line is not None:
             raise AutoparError(
@@ -111,8 +111,9 @@ class Kept:
     def _look_at_flag(self, path: str, name: str) -> None:
         """A flag that changes: where tensors are set with it, they are made in each step, as in the first."""
         uses = [_Uses.of(source.tree, name) for _, source in _called(self._model)]
-        module = self._model.get_submodule(path)
-        makes = [value for value in dict.values(vars(module)) if isinstance(value, Tensor) and compat.node_of(value)]
+        held = dict.items(vars(self._model.get_submodule(path)))
+        makes = [x for other, x in held if isinstance(x, Tensor) and Held(path, other) not in self._told]
+        makes = [x for x in makes if compat.node_of(x) is not None]
         if any(set(each.reads) - each.in_sets for each in uses) and not makes:
             raise _told_needed([Held(path, name)], "an attribute in Python", None)
 
@@ -176,8 +177,14 @@ def _told_needed(held: Sequence[Held], what: str, line: str | None) -> ToldNeede
 
 
 def _is_counted(model: nn.Module, name: str) -> bool:
-    """Whether a statement makes an attribute of what it was."""
-    return any(_goes_on(each, name) for _, source in _called(model) for each in _Uses.of(source.tree, name).sets)
+    """Whether a statement makes an attribute of what it was, and none before sets it anew in every forward."""
+    for _, source in _called(model):
+        sets = _Uses.of(source.tree, name).sets
+        counts = [each.lineno for each in sets if _goes_on(each, name)]
+        anew = [each.lineno for each in sets if isinstance(source.parents[each], ast.FunctionDef)]
+        if counts and min(anew, default=counts[0]) >= min(counts):
+            return True
+    return False
 
 
 def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -216,8 +223,7 @@ def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | No
         if not is_number and uses.sets and not is_lazy:
             first = min(each.lineno for each in uses.sets)
             lines += [_place(code, node) for node in reads if node.lineno <= first]
-    goes_on = [_goes_on(each, name) for uses in found for each in uses.sets]
-    if is_number and not any(goes_on):
+    if is_number and not _is_counted(model, name):
         return None  # set anew in every forward, or by who knows what
     return next(iter(lines), None)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
@@ -40,7 +41,6 @@ from autopar.ir.told import (
     Generators,
     Held,
     Made,
-    Place,
     Source,
     Start,
     Step,
@@ -99,7 +99,7 @@ class Telling(TorchFunctionMode):
         self._held = {held: value for held, value in now.items() if type(value) in (bool, int, float)}
         self._model, self._start, self._wanted, self._numbers, self._rows = model, start, wanted, numbers, rows
         self._drawing = start.states.drawing()
-        self._drawn_at: dict[fx.Node, Place] = {}
+        self._drawn_by: set[fx.Node] = set()
         self._sources: list[tuple[Source, int]] = []
         self._values: list[Any] = []
         self._asked: list[Asked] = []
@@ -114,7 +114,8 @@ class Telling(TorchFunctionMode):
         if not self._sources and not self._after:
             return None
         start = replace(self._start, held=self._held, wanted=self._wanted)
-        return Told(tuple(self._sources), tuple(self._asked), tuple(self._after), self._wanted.length, start)
+        found = tuple(self._sources), tuple(self._asked), tuple(self._after)
+        return Told(*found, self._wanted.length, start, self._rows)
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that is told its numbers."""
@@ -195,11 +196,11 @@ class Telling(TorchFunctionMode):
             return self._text(func, args)
         drawn = _draw_of(func, args, kwargs, self._rows, sys._getframe(1))
         if drawn is not None:
-            if drawn[0] in self._wanted.places:
-                return self._drawn(drawn[1], args, drawn[2])
+            if "torch" in self._wanted.draws:
+                return self._drawn(drawn[0], args, drawn[1])
             found = func(*args, **kwargs)
             if isinstance(found, Tensor) and (node := compat.node_of(found)) is not None:
-                self._drawn_at[node] = drawn[0]
+                self._drawn_by.add(node)
             return found
         return func(*args, **kwargs)
 
@@ -211,11 +212,10 @@ class Telling(TorchFunctionMode):
         try:
             return func(*args)
         except Exception as error:
-            places = self._places_of(asked)
-            if not places or places <= self._wanted.places or isinstance(error, ToldNeeded):
+            if "torch" in self._wanted.draws or isinstance(error, ToldNeeded) or not self._is_drawn(asked):
                 raise
             needed = ToldNeeded("forward() chooses what to do by the value of a tensor that is drawn")
-            needed.places = places
+            needed.draws = frozenset({"torch"})
             raise needed from error
 
     def _made(self, asked: Tensor) -> Made | None:
@@ -229,7 +229,7 @@ class Telling(TorchFunctionMode):
         def step(each: fx.Node) -> Any:
             return found[1][each] if each in found[1] else Step(numbers[each])
 
-        steps = [(each.target, *fx.node.map_arg((each.args, each.kwargs), step)) for each in found[0]]
+        steps = [(each.target, *map_arg((each.args, each.kwargs), step)) for each in found[0]]
         return Made(tuple((function, tuple(a), dict(k)) for function, a, k in steps))  # type: ignore[misc]
 
     def _answer(self, made: Made | None, reading: Callable[[Tensor], Any], frame: FrameType | None) -> Any:
@@ -254,23 +254,21 @@ class Telling(TorchFunctionMode):
             value = self._answer(made, kind, frame)
         return format(value, *args[1:]) if func is Tensor.__format__ else str(value)
 
-    def _places_of(self, asked: Tensor) -> frozenset[Place]:
-        """Where the draws are that an answer is made of, with Python's numbers and buffers; none where others are."""
+    def _is_drawn(self, asked: Tensor) -> bool:
+        """Whether an answer is made of draws of few numbers, Python's numbers and buffers alone."""
         last = compat.node_of(asked)
         buffers = {compat.node_of(each) for each in self._model.buffers()}
-        waiting, seen, found = [] if last is None else [last], set[fx.Node](), set[Place]()
+        waiting, seen = [] if last is None else [last], set[fx.Node]()
         while waiting:
             node = waiting.pop()
-            if node in seen:
+            if node in seen or node in self._drawn_by:
+                seen.add(node)
                 continue
             seen.add(node)
-            if node in self._drawn_at:
-                found.add(self._drawn_at[node])
-                continue
             if draws(node) or (node.op == "placeholder" and node not in buffers):
-                return frozenset()
+                return False
             waiting += node.all_input_nodes
-        return frozenset(found)
+        return not seen.isdisjoint(self._drawn_by)
 
     # --------------------------------------------------------------------------------------------------------- draws
 
@@ -296,9 +294,9 @@ class Telling(TorchFunctionMode):
             given = _plain_draw(library, name, args, kwargs)
             if given is None:
                 return original(*args, **kwargs)
-            if not self._wanted.is_drawn:
+            if library not in self._wanted.draws:
                 needed = ToldNeeded(f"forward() draws from {library}", where=line_of(frame))
-                needed.is_drawn = True
+                needed.draws = frozenset({library})
                 raise needed
             return self._drawn_in_python(Draw(library, name, *given, line_of(frame)), args, frame)
 
@@ -335,7 +333,8 @@ class Redrawn(TorchFunctionMode):
 
     def __init__(self, told: Told) -> None:
         super().__init__()
-        self._places, numbers, first = told.start.wanted.places, told.numbers(), 0
+        numbers, first = told.numbers(), 0
+        self._rows = told.rows
         self._drawn: list[list[float]] = []
         for source, count in told.sources:
             if isinstance(source, Draw) and source.library == "torch":
@@ -346,12 +345,12 @@ class Redrawn(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        drawn = _draw_of(func, args, kwargs, frozenset(), sys._getframe(1)) if self._drawn else None
-        if drawn is None or drawn[0] not in self._places:
+        drawn = _draw_of(func, args, kwargs, self._rows, sys._getframe(1)) if self._drawn else None
+        if drawn is None:
             return func(*args, **kwargs)
-        shape, dtype = drawn[2]
+        shape, dtype = drawn[1]
         found = torch.tensor(self._drawn.pop(0), dtype=dtype).reshape(shape)
-        return args[0].copy_(found) if drawn[1].name in IN_PLACE else found
+        return args[0].copy_(found) if drawn[0].name in IN_PLACE else found
 
 
 @contextmanager
@@ -374,8 +373,8 @@ def as_told(model: nn.Module, told: Told | None) -> Iterator[None]:
 
 def _draw_of(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: frozenset[int], frame: FrameType | None
-) -> tuple[Place, Draw, tuple[torch.Size, Any]] | None:
-    """The place and the draw, if it is one of few numbers that nothing of the batch goes into, and what it gives."""
+) -> tuple[Draw, tuple[torch.Size, Any]] | None:
+    """The draw, if it is one of few numbers that nothing of the batch goes into, and what it gives."""
     name = getattr(func, "__name__", "")
     if func not in _DRAWING and not (name in IN_PLACE and args and isinstance(args[0], Tensor)):
         return None
@@ -400,7 +399,7 @@ def _draw_of(
             return None
         name, given = "bernoulli", (tuple(p), tuple(shape), *args[1:])
     draw = Draw("torch", name, given, tuple({**plain, "dtype": like.dtype}.items()), line_of(frame))
-    return (frame.f_code.co_filename, frame.f_lineno), draw, (shape, like.dtype)
+    return draw, (shape, like.dtype)
 
 
 _READING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {

@@ -417,7 +417,7 @@ class _Planner:
         plan = self._solved(inputs, differentiate, roots)
         if family is not None:
             family.add(plan)
-        elif not plan.source_is_edited and self.options["passes"] is None:
+        elif not (plan.source_is_edited or plan.interface.told) and self.options["passes"] is None:
             self._families[key] = Family.of(plan)
         return plan
 

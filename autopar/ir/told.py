@@ -28,7 +28,6 @@ BUFFER = "python_numbers"
 FEW = 64
 """Numbers of a draw that may decide, and of a program as it is first traced."""
 MOST_NUMBERS = 1024
-Place = tuple[str, int]
 Answer = bool | int | float | tuple[int, ...]
 
 
@@ -159,33 +158,28 @@ class After:
 
 
 class ToldNeeded(AutoparError):
-    """The model is to be traced with these numbers told. places: of draws of torch's. more: numbers than were."""
+    """The model is to be traced with these numbers told. draws: of which libraries. more: numbers than were."""
 
     held: frozenset[Held] = frozenset()
-    places: frozenset[Place] = frozenset()
-    is_drawn = False
+    draws: frozenset[str] = frozenset()
     more = False
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a trace has to tell. places: of draws of torch's, as file and line. is_drawn: Python's draws, and NumPy's.
-    length: of the buffer.
-    """
+    """What a trace has to tell. draws: of which libraries, all of few numbers. length: of the buffer."""
 
     held: frozenset[Held] = frozenset()
-    places: frozenset[Place] = frozenset()
-    is_drawn: bool = False
+    draws: frozenset[str] = frozenset()
     length: int = FEW
 
     def __bool__(self) -> bool:
-        return bool(self.held or self.places or self.is_drawn)
+        return bool(self.held or self.draws)
 
     def with_needed(self, needed: ToldNeeded) -> Wanted:
         """And that; the same, where nothing is new."""
         length = self.length * 4 if needed.more else self.length
-        drawn = self.is_drawn or needed.is_drawn
-        return Wanted(self.held | needed.held, self.places | needed.places, drawn, min(length, MOST_NUMBERS))
+        return Wanted(self.held | needed.held, self.draws | needed.draws, min(length, MOST_NUMBERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +195,8 @@ class Start:
 class Told:
     """Of a traced program. sources: where numbers come from, each with how many it gives. length: of the buffer.
 
-    asked: in order. start: of the step that was traced, with all that has to be told.
+    asked: in order. start: of the step that was traced, with all that has to be told. rows: of the batch, of which no
+    draw is told that has a number for each.
     """
 
     sources: tuple[tuple[Source, int], ...]
@@ -209,6 +204,7 @@ class Told:
     after: tuple[After, ...]
     length: int
     start: Start
+    rows: frozenset[int] = frozenset()
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -329,4 +325,5 @@ def _drawn(draw: Draw, generator: torch.Generator, python: Any, numpy: Any) -> l
     found = getattr(of, name)(*given, **kwargs)
     if name in ("sample", "permutation"):
         return [tuple(map(int, found))]
-    return [found if isinstance(found, int | float) and type(found) in (int, float) else found.item()]
+    plain: Any = found
+    return [plain if type(plain) in (int, float) else plain.item()]

@@ -1,0 +1,151 @@
+"""Numbers of Python's that differ from step to step: draws by which forward goes, and what it counts."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.base.errors import AutoparError
+from tests.unit.runtime.saved_run import one_rank as one_rank
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """Layers of which a way of going chooses some; see `forward`."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.calls, self.heat, self.is_new = 0, 1.0, True
+        self.seen = {"batches": 0}
+
+    def through(self, x: Tensor, *layers: nn.Module) -> Tensor:
+        for layer in layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class DropsLayers(Net):
+    """Of torch's draws: a number, one of a row of them, one that is filled in place, one of another distribution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keeps = torch.rand(3).tolist()
+        if torch.rand(1) < 0.5:
+            x = self.through(x, self.layers[0])
+        if self.training and (keeps[1] > 0.5 or torch.empty(()).uniform_(0, 2) > 1):
+            x = self.through(x, self.layers[1])
+        if torch.bernoulli(torch.tensor(0.5)) == 1:
+            x = -x
+        return self.through(x, *self.layers[: torch.randint(1, 3, (1,)).item()]).square().mean()
+
+
+class DrawsInPython(Net):
+    """Of Python's and NumPy's: a yes or no, a number to reckon with, which one, and in which order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = np.random.beta(0.4, 0.4)
+        x = share * x + (1 - share) * x.flip(0)
+        x = self.through(x, random.choice(self.layers), self.layers[random.randint(0, 1)])
+        order = [0, 1]
+        random.shuffle(order)
+        x = self.through(x, *(self.layers[place] for place in order))
+        return (x if np.random.rand() < 0.5 else 2 * x).square().mean() * random.uniform(1, 2)
+
+
+class Counts(Net):
+    """A number, one in a dict, one that cools down, and a flag."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        self.seen["batches"] += 1
+        self.heat = max(0.5, self.heat * math.exp(-0.2))
+        loss = F.mse_loss(self.through(x, *self.layers) / self.heat, x) * min(1.0, self.calls / 3)
+        if self.is_new:
+            loss, self.is_new = 3 * loss, False
+        if self.calls % 2 == 0:
+            loss = loss + self.layers[0](x).square().mean() / (1 + self.seen["batches"])
+        return loss
+
+
+def steps(model: Any, number: int) -> list[Any]:
+    """Losses of a script that steps, accumulates, and evaluates in between; what it leaves in Python; what comes next
+    of the generators.
+    """
+    found: list[Any] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    batches = torch.randn(number, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(7)
+    for place, x in enumerate(batches):
+        loss = model(x)
+        loss.backward()
+        if place % 3:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(float(loss.detach()))
+        if place == 1:
+            model.eval()
+            with torch.no_grad():
+                found.append(float(model(x)))
+            model.train()
+    held = [model.calls, model.heat, model.is_new, model.seen["batches"]]
+    return [*found, *held, torch.rand(1).item(), random.random(), np.random.rand()]
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("kind", [DropsLayers, DrawsInPython, Counts])
+def test_a_step_is_told_what_python_has_then(kind: type[Net]) -> None:
+    """Breaks if a draw is not that of eager, a program goes on with the numbers of another step, an attribute is not
+    what forward leaves, a layer that was left out gets a gradient, or what comes next of a generator is another number.
+    """
+    torch.manual_seed(0)
+    model = kind()
+    names = list(model.state_dict())
+    compiled: Any = autopar.compile(
+        copy.deepcopy(model), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), strategy="ddp"
+    )
+    have, want = steps(compiled, 4), steps(model, 4)
+    assert have == pytest.approx(want, rel=1e-5)
+    assert [type(x) for x in have] == [type(x) for x in want] and list(compiled.state_dict()) == names
+    compiled.calls = model.calls = 20  # a script's own, from now on
+    assert steps(compiled, 1) == pytest.approx(steps(model, 1), rel=1e-5)
+
+
+class GoesByEach(Net):
+    """A length that is another one in every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.through(sum((x * each for each in range(self.calls)), x), *self.layers).square().mean()
+
+
+@pytest.mark.moderate
+def test_a_number_that_needs_a_program_for_each_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if programs are made for ever, without a word."""
+    monkeypatch.setattr("autopar.api.told.MOST_ANSWERS", 2)
+    compiled: Any = autopar.compile(GoesByEach(), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), strategy="ddp")
+    with pytest.raises(AutoparError, match=r"another one in every step.*test_told\.py:\d+.*compare it"):
+        for _ in range(3):
+            compiled(torch.randn(2, WIDTH))
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("kind", [DropsLayers, DrawsInPython, Counts])
+def test_the_proof_goes_by_the_same_numbers(kind: type[Net]) -> None:
+    """Breaks if eager is compared with a program that was told other numbers, or is left with others than before."""
+    model = kind()
+    plan = autopar.plan(model, autopar.Mesh({"dp": 2}), example_inputs={"x": torch.randn(4, WIDTH)}, strategy="zero3")
+    plan.verify().raise_on_failure()
+    assert (model.calls, model.heat, model.is_new, model.seen) == (0, 1.0, True, {"batches": 0})
