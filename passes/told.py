@@ -221,16 +221,19 @@ class Telling(TorchFunctionMode):
     def _made(self, asked: Tensor) -> Made | None:
         """How a traced tensor is made of what is told; None of others."""
         node = None if self._buffer is None else compat.node_of(self._buffer)
-        found = None if node is None else compat.made_from(asked, {node: None})
-        if node is None or found is None:
+        last = compat.node_of(asked)
+        found = None if node is None or last is None else compat.made_of(last, {node: None})
+        if node is None or last is None or found is None or node not in found[2]:
             return None
-        numbers = {node: 0, **{each: place for place, each in enumerate(found[0], 1)}}
+        needed, held, _ = found
+        order = [each for each in last.graph.nodes if each in needed]
+        numbers = {node: 0, **{each: place for place, each in enumerate(order, 1)}}
 
         def step(each: fx.Node) -> Any:
-            return found[1][each] if each in found[1] else Step(numbers[each])
+            return held[each] if each in held else Step(numbers[each])
 
-        steps = [(each.target, *map_arg((each.args, each.kwargs), step)) for each in found[0]]
-        return Made(tuple((function, tuple(a), dict(k)) for function, a, k in steps))  # type: ignore[misc]
+        steps = [(each.target, *map_arg((each.args, each.kwargs), step)) for each in order]
+        return Made(tuple((function, tuple(a), dict(k)) for function, a, k in steps))
 
     def _answer(self, made: Made | None, reading: Callable[[Tensor], Any], frame: FrameType | None) -> Any:
         line = line_of(frame) if frame is not None else ""

@@ -160,7 +160,7 @@ def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> to
 
 def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
     """As `value_from`, of what a node of the trace gives."""
-    sources = _made_of(last, given)
+    sources = made_of(last, given)
     if sources is None:
         return None
     needed, held, _ = sources
@@ -175,31 +175,19 @@ def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tens
     return found
 
 
-def made_from(
-    value: torch.Tensor, given: Container[fx.Node]
-) -> tuple[list[fx.Node], Mapping[fx.Node, torch.Tensor]] | None:
-    """The operators that make a traced tensor of the given nodes, in order, and the constants that they read; None as
-    of `value_from`, and where none of the given nodes goes into it.
-    """
-    last = node_of(value)
-    found = None if last is None else _made_of(last, given)
-    if last is None or found is None or not found[2]:
-        return None
-    needed, held, _ = found
-    return [node for node in last.graph.nodes if node in needed], held
-
-
 def sources_from(value: torch.Tensor, given: Container[fx.Node]) -> list[fx.Node] | None:
     """Which of the given nodes a traced tensor is made of; None as of `value_from`."""
     last = node_of(value)
-    found = None if last is None else _made_of(last, given)
+    found = None if last is None else made_of(last, given)
     return None if found is None else list(found[2])
 
 
-def _made_of(
+def made_of(
     last: fx.Node, given: Container[fx.Node]
 ) -> tuple[dict[fx.Node, None], dict[fx.Node, torch.Tensor], dict[fx.Node, None]] | None:
-    """What is computed, which constants are read, and which of the given nodes; None where anything else is needed."""
+    """What is computed, which constants are read, and which of the given nodes, for what a node gives; None where
+    anything else is needed.
+    """
     needed: dict[fx.Node, None] = {}
     held: dict[fx.Node, torch.Tensor] = {}
     read: dict[fx.Node, None] = {}
