@@ -76,6 +76,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": 64, "word_embed_proj_dim": 32, **WORDS},
     ),
+    # Loops over the experts that are hit.
+    "dbrx": (
+        "Dbrx",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, **WORDS,
+         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+    ),
+    # Queries of experts, too, in parts of sizes that values say.
+    "jetmoe": ("JetMoe", {**HEADS, **LAYERS, **EXPERTS, "kv_channels": 8}),
 }  # fmt: skip
 CLASSES: dict[str, tuple[str, str]] = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),

@@ -7,9 +7,10 @@ a function of it. All layers have the length of the longest sequence: where atte
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from autopar.base.huggingface.reuse import (
     num_written,
     put,
 )
+from autopar.base.huggingface.unknown_values import guessed
 
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
@@ -229,7 +231,8 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
     """transformers' layers of the model's own cache, and of what it keeps of an encoder, after a forward of one token.
 
     One kind of cache knows lengths as numbers, the other's masks do not ask what is in them: either serves models that
-    the other does not.
+    the other does not. Models that ask how many rows there are of something (loops over experts) are told so
+    (`unknown_values.py`), once neither does.
     """
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
     from transformers.modeling_outputs import BaseModelOutput
@@ -243,7 +246,7 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
     kinds: list[Callable[[int], Any]] = [
         lambda length: StaticCache(config, max_cache_len=length), lambda length: DynamicCache(config=config)
     ]  # fmt: skip
-    for make in kinds:
+    for without_values, make in itertools.product((nullcontext, guessed), kinds):
         probe = make(1)
         for number, layer in enumerate(probe.layers):
             if type(layer).__name__ not in KINDS:
@@ -255,7 +258,8 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
             hidden: Any = torch.zeros(batch, *encoded.shape[1:], dtype=encoded.dtype, device="meta")
             given = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
         try:
-            called_without_data(model, {**given, name: probe, "use_cache": True})
+            with without_values():
+                called_without_data(model, {**given, name: probe, "use_cache": True})
         except (RuntimeError, NotImplementedError) as error:
             failed = failed or error
         else:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+# huggingface/unknown_values: tensors without data that are asked which of their elements are set.
+from torch.fx.experimental import _config as fx_config
 from torch.utils import _pytree as pytree
 
 # capture: what is made of known values is computed while the model is traced.
@@ -40,3 +43,10 @@ def lifted(value: torch.Tensor) -> torch.Tensor:
     """A tensor with values, in the trace that goes on: a constant of the program."""
     traced: torch.Tensor = torch.ops.aten.lift_fresh_copy.default(value)
     return traced
+
+
+def all_nonzero() -> contextlib.AbstractContextManager[None]:
+    """Inside, `nonzero` of a tensor on meta says that all of it is set, where it is refused otherwise."""
+    config: Any = fx_config
+    patched: contextlib.AbstractContextManager[None] = config.patch(meta_nonzero_assume_all_nonzero=True)
+    return patched
