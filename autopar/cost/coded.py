@@ -2,13 +2,15 @@
 
     weight = to(codes) · scales          three kernels, the weight written and read in between
     y = linear(x, weight)           →    one, which reads codes and scales, and computes in their format where it is a
-                                         float of eight bits that the device multiplies
+                                         float of eight bits that the device multiplies; other codes it decodes, for
+                                         each tile of rows anew
 
 autopar's own programs write the weight out first: this is for `Hardware.engine`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -25,6 +27,7 @@ from autopar.ir.region import Region
 from autopar.ir.sharding import Sharding, num_pieces
 from autopar.ir.tensor_type import TensorType
 from autopar.machine.mesh import Mesh
+from autopar.operators.expert_tiles import ROW_TILES
 
 _MAKES = ("elementwise", "gather")
 """Classes of operators that a weight is made by of its parts; what cuts, joins and moves is a view or among these."""
@@ -59,14 +62,17 @@ def coded_seconds(
             own = work(node.name)
             codes = torch.float8_e4m3fn if region.ops[node.name][0].arg("storage") == "fp8" else None
             dtype = codes if _multiplies(codes, mesh) else own.dtype
-            found[node.name] = time_of(replace(own, dtype=dtype, moved_bytes=own.moved_bytes - written))
+            decoded = 0.0 if _multiplies(codes, mesh) else own.decoded
+            read = replace(own, dtype=dtype, moved_bytes=own.moved_bytes - written, decoded=decoded)
+            found[node.name] = time_of(read)
             continue
         for coded in _coded_operands(region, node, mesh.sizes):
             call, own = region.ops[node.name][0], work(node.name)
             layout = region.strategies[node.name].operands[coded.operand]
             whole = _bytes(call.operands[coded.operand], layout, mesh.sizes)
             dtype = coded.dtype if _multiplies(coded.dtype, mesh) else own.dtype
-            read = replace(own, dtype=dtype, moved_bytes=own.moved_bytes - whole + coded.num_bytes)
+            decoded = 0.0 if _multiplies(coded.dtype, mesh) else _decoded(own)
+            read = replace(own, dtype=dtype, moved_bytes=own.moved_bytes - whole + coded.num_bytes, decoded=decoded)
             found |= {each.name: 0.0 for each in coded.made if each.name in region.strategies}
             found[node.name] = time_of(read)
     return found
@@ -75,6 +81,14 @@ def coded_seconds(
 def _multiplies(dtype: torch.dtype | None, mesh: Mesh) -> bool:
     """Whether the device multiplies codes as they are: floats of eight bits."""
     return dtype in _FLOATS and mesh.hardware.format_of(dtype) in mesh.hardware.peak_flops
+
+
+def _decoded(product: Work) -> float:
+    """Numbers that a kernel makes of codes: all of the weight, for each tile of rows."""
+    if product.dims is None:
+        return 0.0
+    rows, columns, summed, batch = product.dims
+    return math.ceil(rows / ROW_TILES[-1]) * columns * summed * batch
 
 
 def _coded_operands(region: Region, product: fx.Node, sizes: tuple[int, ...]) -> Iterator[CodedOperand]:

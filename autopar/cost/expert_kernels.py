@@ -38,6 +38,11 @@ def serves(call: OpCall, hardware: Hardware) -> bool:
     )
 
 
+def serves_codes(call: OpCall, hardware: Hardware) -> bool:
+    """Whether a serving engine's kernels compute it there: of experts whose weights are codes."""
+    return call.name == FORWARD and bool(call.arg("storage")) and hardware.device == "cuda" and hardware.engine
+
+
 def tiled_rows(rows: float, chosen: float, places: float) -> float:
     """The rows of all tiles of all experts here.
 

@@ -17,6 +17,7 @@ from autopar.ir.region import NodeStrategy
 from autopar.ir.rule import Dims, Rule
 from autopar.ir.sharding import num_pieces
 from autopar.ir.tensor_type import TensorType
+from autopar.operators.expert_tiles import rows_of_tile
 from autopar.operators.rules.exchange_cost import ranks_of_token
 from autopar.operators.rules.experts import EXPERTS_BACKWARD, expert_width
 
@@ -38,7 +39,7 @@ def local_work(
     """What one call of the kernel does, given its floating point operations (of one block, where it is a ring).
 
     sizes: of the mesh's axes. in_place: whether states are written where they lie, not copied (`Hardware.graphs`).
-    grouped: whether experts are grouped products (`expert_kernels.serves`).
+    grouped: whether experts are grouped products (`expert_kernels.serves`, `serves_codes`).
     """
     dtype = _dtype_of(call)
     name = call.name.split(".")[1]
@@ -63,7 +64,7 @@ def local_work(
         around = _bytes_around(call, rule, strategy.choices, sizes)
         moved -= _unread_bytes(call, rule, strategy, sizes)
         moved += decoded_bytes(call, rule, strategy, sizes)
-        if grouped and not call.arg("storage"):
+        if grouped:
             return _grouped_work(call, rule, strategy.choices, sizes, moved, name)
         return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
@@ -154,18 +155,20 @@ def _grouped_work(
     rows, columns, hidden, chosen = expert_dims(call, rule, choices, sizes)
     ranks = [size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange"]
     tokens = local["t"] * (ranks_of_token(rule.sizes["e"], int(local["k"]), ranks[0]) if ranks else 1.0)
-    tiled = expert_kernels.tiled_rows(rows, chosen, tokens * local["k"] / max(1.0, local["e"]))
+    places = tokens * local["k"] / max(1.0, local["e"])
+    tiled = expert_kernels.tiled_rows(rows, chosen, places)
     dims = (tiled, columns, hidden, 1.0)
-    num_rows, width = rows * chosen, local["f"]
+    num_rows, width = rows * chosen, _width(call, rule, choices, sizes)
     inside, behind = (num_rows * each for each in expert_kernels.bytes_of_row(call, hidden, width, columns))
     alone = _flops_of_rows(call, num_rows, hidden, width, columns)
     whole, launches = tiled / num_rows, expert_kernels.launches(call, tokens)
+    decoded = tiled / rows_of_tile(places) * hidden * (columns + width) if call.arg("storage") else 0.0
 
     def work(flops: float) -> Work:
         busy = flops / alone  # more rows than on the average come to the busiest rank
         return Work(
             rule.op_class, _dtype_of(call), flops * whole, moved + busy * inside, dims, name,
-            around_bytes=busy * behind, launches=launches,
+            around_bytes=busy * behind, launches=launches, decoded=busy * decoded,
         )  # fmt: skip
 
     return work

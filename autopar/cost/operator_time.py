@@ -104,5 +104,5 @@ def operator_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) 
 
 
 def _local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], Work]:
-    grouped = expert_kernels.serves(call, mesh.hardware)
+    grouped = expert_kernels.serves(call, mesh.hardware) or expert_kernels.serves_codes(call, mesh.hardware)
     return local_work(call, rule, strategy, mesh.sizes, in_place=mesh.hardware.graphs, grouped=grouped)

@@ -50,7 +50,8 @@ class Hardware:
     memory_points: (bytes moved, bytes a second); none: the bandwidth times efficiency["memory"] at any size.
     memory_share: the fraction of it that a class, or an operator by its name, reaches, where that is not 1.
     cache_bandwidth_bytes_per_s: of the cache that all cores share, where they read what others just read; None: not
-    known. head_by_head: whether kernels of attention of few queries read keys and values once for each query head, as
+    known. decoded_per_s: of numbers that kernels make of codes beside products, which cannot multiply these; None: for
+    nothing. head_by_head: whether kernels of attention of few queries read keys and values once for each query head, as
     engines' did before they had some for grouped heads (`repeated_s`). attention_rows: of a tile of such attention,
     which is computed whole: queries times the query heads of a key head.
     optimizer_passes: how often AdamW's update goes over the bytes of the parameters; optimizer_s_per_byte: measured
@@ -98,6 +99,7 @@ class Hardware:
     memory_points: Points = ()
     memory_share: Mapping[str, float] = field(hash=False, default_factory=dict)
     cache_bandwidth_bytes_per_s: float | None = None
+    decoded_per_s: float | None = None
     optimizer_passes: float = 20.0
     optimizer_s_per_byte: float | None = None
     optimizer_s_per_tensor: float = 0.0

@@ -165,6 +165,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         memory_points=read.points(points, "memory", "points") if points is not None else (),
         memory_share=read.numbers("memory_share"),
         cache_bandwidth_bytes_per_s=number("memory", cache) if cache in read.table("memory") else None,
+        decoded_per_s=number("codes", "decoded_per_s") if "decoded_per_s" in read.table("codes") else None,
         optimizer_passes=number("optimizer", "passes") if "passes" in optimizer else 20.0,
         optimizer_s_per_byte=number("optimizer", "seconds_per_byte") if "seconds_per_byte" in optimizer else None,
         optimizer_s_per_tensor=number("optimizer", "seconds_per_tensor") if "seconds_per_tensor" in optimizer else 0.0,

@@ -81,7 +81,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Dbrx",
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, **WORDS,
          "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 3, "moe_top_k": 2}},
     ),
     # Queries of experts, too, in parts of sizes that values say.
     "jetmoe": ("JetMoe", {**HEADS, **LAYERS, **EXPERTS, "kv_channels": 8}),

@@ -71,14 +71,16 @@ BYTES = {
 @pytest.mark.parametrize("way", BYTES)
 def test_an_engine_reads_codes_and_scales_where_it_multiplies(way: str) -> None:
     """Breaks if the weight that is written out is read, codes or scales are counted otherwise than they are stored, or
-    what makes the weight is a kernel of its own; floats of eight bits are multiplied as such.
+    what makes the weight is a kernel of its own; floats of eight bits are multiplied as such, and all other codes are
+    decoded, once for the one tile of rows.
     """
     program = planned(way, engine())
     around = 2 * (ROWS // 2) * WIDE * 2
     for seconds, alone in products(program).values():
         assert alone.moved_bytes == around + 2 * WIDE * WIDE
         dtype = torch.float8_e4m3fn if way.startswith("fp8") else alone.dtype
-        read = replace(alone, dtype=dtype, moved_bytes=around + BYTES[way])
+        decoded = 0.0 if way.startswith("fp8") else WIDE * WIDE
+        read = replace(alone, dtype=dtype, moved_bytes=around + BYTES[way], decoded=decoded)
         assert seconds == pytest.approx(compute_time_s(read, engine(), in_step=True), rel=1e-12)
     kinds = {"matmul", "elementwise"}
     for region in program.regions:
@@ -118,11 +120,26 @@ def test_many_rows_are_multiplied_as_floats_of_eight_bits() -> None:
     assert wide == pytest.approx(compute_time_s(alone, slow, in_step=True), rel=0.01)
 
 
+def test_codes_are_decoded_for_each_tile_of_rows() -> None:
+    """Breaks if codes that are not multiplied are decoded for nothing, once for all rows, or as the products run; or
+    where nobody knows how long that takes.
+    """
+    rows = 3 * 128 + 1
+    ((seconds, alone), *_) = products(planned("int8", engine(), rows=2 * rows)).values()
+    none = products(planned("int8", replace(engine(), decoded_per_s=None), rows=2 * rows))
+    rate = engine().decoded_per_s
+    assert rate is not None and rate == pytest.approx(132 * 64 * 1.83e9 * 8 / 13, rel=0.01)
+    computed = replace(alone, moved_bytes=0.0)
+    assert seconds == pytest.approx(compute_time_s(computed, engine(), in_step=True) + 4 * WIDE * WIDE / rate, rel=1e-6)
+    assert next(iter(none.values()))[0] < seconds
+
+
 def test_a_device_without_such_products_reads_codes_all_the_same() -> None:
     """Breaks if an A100, which multiplies no floats of eight bits, is said to, or has to read the weight for it."""
     a100 = profiles.load("a100:engine")
     for seconds, alone in products(planned("fp8", a100)).values():
-        read = replace(alone, moved_bytes=2 * (ROWS // 2) * WIDE * 2 + BYTES["fp8"])
+        around = 2 * (ROWS // 2) * WIDE * 2
+        read = replace(alone, moved_bytes=around + BYTES["fp8"], decoded=WIDE * WIDE)
         assert seconds == pytest.approx(compute_time_s(read, a100, in_step=True), rel=1e-12)
 
 
@@ -142,7 +159,7 @@ def test_a_host_between_two_forwards_is_an_engines() -> None:
 @pytest.mark.parametrize(("way", "per_expert"), [("int8", 2 * 64 + 64), ("fp8-tensor", 1 + 1)])
 def test_an_engine_reads_codes_of_experts(way: str, per_expert: int) -> None:
     """Breaks if an engine is charged for numbers of experts that it does not write out, or others are not; floats of
-    eight bits are multiplied as such.
+    eight bits are multiplied as such, others decoded for each expert's one tile, which is computed whole.
     """
     import transformers
 
@@ -163,7 +180,10 @@ def test_an_engine_reads_codes_of_experts(way: str, per_expert: int) -> None:
         share = 1 - (1 - 2 / 4) ** 2  # of two tokens a rank
         numbers = share * 4 * 3 * 64 * 64
         dtype = torch.float8_e4m3fn if way.startswith("fp8") else alone.dtype
-        read = replace(alone, dtype=dtype, moved_bytes=alone.moved_bytes - 2 * 2 * numbers)
+        decoded = 0.0 if way.startswith("fp8") else numbers
+        read = replace(alone, dtype=dtype, moved_bytes=alone.moved_bytes - 2 * 2 * numbers, decoded=decoded)
+        between = 4 * 2 * (2 * 64 + 64)  # of a row: what is activated, written and read, and what comes of it
         scales, around = share * 4 * 2 * per_expert, 2 * (64 * 2 + 2 * 8 + 2 * 4 + 64 * 2)  # of a token: x, choices, y
-        assert read.moved_bytes == pytest.approx(numbers + scales + around, rel=1e-12)
+        assert read.moved_bytes == pytest.approx(numbers + scales + around + between, rel=1e-12)
+        assert alone.flops == pytest.approx(16 * 2 * numbers, rel=0.01)  # a tile of 16 rows, where 4 / 3 are
         assert seconds == pytest.approx(compute_time_s(read, hardware, in_step=True), rel=1e-12)
