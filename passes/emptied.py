@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.base.copies import copied, without_own_hooks
+from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes import mutation, seeds, substitutes
 from autopar.passes.blocks.hollow import NotRepeated
@@ -60,7 +61,12 @@ def meta_clone(
         if id(parameter) not in left_out:
             empty = emptied(parameter, precision, mode)
             memo[id(parameter)] = _kept(compat.parameter(empty, parameter.requires_grad), mode)
-    for buffer in model.buffers():
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise AutoparError(
+                f"the buffer {name} is of layout {str(buffer.layout).removeprefix('torch.')}: no rank can have a part",
+                remedy="hold it as an attribute (self.graph = graph): products with it are computed from its elements",
+            )
         if id(buffer) not in left_out:
             memo[id(buffer)] = _kept(emptied(buffer, None, mode), mode)
     for module in model.modules():

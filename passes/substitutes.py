@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
-from autopar.passes import recurrent, taken_gradients
+from autopar.passes import recurrent, sparse, taken_gradients
 
 
 def _gaussian_nll_loss(
@@ -255,6 +255,7 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
     **recurrent.FUNCTIONS,
+    **sparse.FUNCTIONS,
     **taken_gradients.FUNCTIONS,
 }
 

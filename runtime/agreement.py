@@ -411,7 +411,8 @@ def _kind(leaf: Any) -> str:
 
 def _is_compared(leaf: Any) -> bool:
     """Whether every rank has the input whole, with values."""
-    return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.numel() > 0 and not leaf.is_meta
+    is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout is torch.strided
+    return is_plain and leaf.numel() > 0 and not leaf.is_meta
 
 
 def _bits(x: Tensor) -> Tensor:

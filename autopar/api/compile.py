@@ -6,6 +6,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,9 +98,8 @@ def compile(
     batch of another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
 
     Args:
-        compile_regions: run each distinct region's forward and backward through torch.compile. True: with inductor,
-        which needs a C++ compiler on the CPU, Triton on CUDA; False: not; a backend's name ("aot_eager"): with that;
-        None: True on CUDA, else False. The plan, the program and what is sent stay the same.
+        compile_regions: run each region's forward and backward through torch.compile. True: with inductor (a C++
+        compiler on the CPU, Triton on CUDA); False: not; a backend's name; None: True on CUDA. Plans stay the same.
         loss: a function of the outputs and the batch (a mapping from the inputs' names to tensors) that returns one
         number: it becomes a part of the program, and stands as `loss` in what the model returns. Where the model's
         outputs are no mapping with a `loss`, what comes back is `(loss, output)`, with these names. Inputs that
@@ -107,15 +107,14 @@ def compile(
         plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
         afresh.
         program: a file with an edited generated program, run as it is.
-        generate: plan `generate()` of these sizes now, prompt and tokens together (docs/inference.md). Others are
-        planned when they come; caches are of this length at least, so that shorter ones need no programs of their own.
+        generate: plan `generate()` of these sizes now, prompt and tokens together (docs/inference.md). Others are when
+        they come; caches are of this length at least, so that shorter ones need no programs of their own.
         cache: how `generate()` stores keys and values: "fp8", "int8", "int4" (docs/inference.md). None: as `generate`
         says, or as they are.
         lengths: that batches are padded to, each to the next, where what comes back is the same without: labels, masks
         and the causal order keep added positions out of losses, gradients and outputs, which are cut back. That is
         shown for every length by running a small model of the same architecture; where it is not so, the batch runs
-        as it is, and a warning says why. The longest is planned for first: its placement serves the others.
-        Others as in `autopar.plan`.
+        as it is, and a warning says why. The longest is planned for first. Others as in `autopar.plan`.
 
     Raises:
         AutoparError: bad input, on every rank alike; a world size that is not the mesh's.
@@ -259,7 +258,8 @@ class _Planner:
         pieces = self.undivided.pieces_by(None if self.first is None else self.first.interface)
         rows = self._additions.rows(batch, pieces, self._told, training=differentiate)
         if self.first is None and rows is None and (divided := even(batch, pieces)) is not None:
-            self._prepared(divided, differentiate)  # by which parameters lie as was asked
+            with suppress(AutoparError):  # inputs that are not by rows have no such batch
+                self._prepared(divided, differentiate)  # by which parameters lie as was asked
         executable = self._prepared(batch if rows is None else rows.pad_tree(batch), differentiate)
         return executable if found is None and rows is None else self._with(executable, found, rows)
 
@@ -291,8 +291,8 @@ class _Planner:
         return {name: x for name, x in inputs.items() if name not in names} if self._unread[key] else inputs
 
     def _nobody_reads(self, names: tuple[str, ...], inputs: Mapping[str, Any], differentiate: bool) -> bool:
-        precision = to_dtype(self.options["precision"])
-        found = nobody_reads(names, self.blueprint, inputs, precision=precision, training=differentiate)
+        dtype = to_dtype(self.options["precision"])
+        found = nobody_reads(names, self.blueprint, inputs, precision=dtype, training=differentiate)
         if found and inputs.get(packing.POSITIONS) is None:
             logger.warning(
                 "autopar: nothing in %s reads %s: documents are told apart by %s that restart, which this batch does "

@@ -71,7 +71,7 @@ class only(TorchFunctionMode):
             return args[0].to(self._dtype)
         given = [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         mixed = self._dtype in given
-        args = tuple(self._replace(arg, mixed and place > 0) for place, arg in enumerate(args))
+        args = tuple(self._replace(arg, mixed and (place > 0 or _is_sparse(arg))) for place, arg in enumerate(args))
         kwargs = {key: self._replace(value, mixed) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
@@ -83,3 +83,8 @@ class only(TorchFunctionMode):
             return in_dtype(value, self._dtype) if value in _NARROWER | _COMPLEX else value
         is_other = mixed and isinstance(value, torch.Tensor) and value.dtype in _NARROWER - {self._dtype}
         return value.to(self._dtype) if is_other else value
+
+
+def _is_sparse(value: Any) -> bool:
+    """Whether it is a sparse tensor, which stands first in its products."""
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided

@@ -20,6 +20,9 @@ def copied(model: Module, memo: dict[int, Any] | None = None) -> Module:
     leaves as they are, call the copy's modules where they called the model's.
     """
     memo = {} if memo is None else memo
+    for module in model.modules():
+        held = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and x.layout is not torch.strided]
+        memo.update((id(x), x) for x in held)  # sparse ones, of which torch does not copy all, are only read
     found = copy.deepcopy(model, memo)
     for module in found.modules():
         for name, value in list(vars(module).items()):

@@ -56,10 +56,27 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         if kind is inspect.Parameter.VAR_KEYWORD:
             named.update(value)
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            raise AutoparError(f"{type(model).__name__}.forward takes *{name}", remedy="pass inputs by keyword")
+            raise AutoparError(f"{type(model).__name__}.forward takes *{name}", remedy=_instead_of_places(model))
         else:
             named[name] = value
+    for path, leaf in tracing.tree_leaves_with_path(named):
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise AutoparError(
+                f"{path} is of layout {str(leaf.layout).removeprefix('torch.')}, of which a program has no part",
+                remedy="hand in its indices and values (a product is zeros.index_add(0, rows, values[:, None] * "
+                "x[columns])), or its dense tensor; a matrix that stays may be the model's: self.graph = graph",
+            )
     return named
+
+
+def _instead_of_places(model: nn.Module) -> str:
+    """The remedy where `forward` takes any number of inputs: what wraps one module names none of them."""
+    parts = [name for name, _ in model.named_children()]
+    if len(parts) == 1 and not model._parameters:
+        return (
+            f"compile what {type(model).__name__} wraps, model.{parts[0]}; torch.compile(compiled) leaves it as it is"
+        )
+    return "pass inputs by keyword"
 
 
 def by_name(model: nn.Module, example: Batch) -> Mapping[str, Any]:

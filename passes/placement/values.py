@@ -141,6 +141,8 @@ class ValueClasses(Parts):
         """Layouts of an input that split its rows. One whose first dim is something else (position ids of three kinds,
         weights of classes) is split along the dim that has as many rows as an input that divides, or stays whole.
         """
+        if self._is_taken_whole(name, axis):
+            return [layout for layout in layouts if isinstance(layout[axis], Replicate)]
         batched = [layout for layout in layouts if layout[axis] == Shard(0)]
         if batched or not type_.shape:
             return batched or layouts
@@ -160,6 +162,13 @@ class ValueClasses(Parts):
         """
         pinned = dict(pair for pin in self.pins.of(name) for pair in pin.placements)
         return not self.program.training or isinstance(pinned.get(self.mesh.axis_names[axis]), Replicate)
+
+    def _is_taken_whole(self, name: str, axis: int) -> bool:
+        """Whether a batch is whole on an axis because not all of its inputs have rows that it divides."""
+        name_of_axis = self.mesh.axis_names[axis]
+        return any(
+            pin.taken and isinstance(dict(pin.placements).get(name_of_axis), Replicate) for pin in self.pins.of(name)
+        )
 
     def _ways_of_the_batch(self) -> int:
         """In how many pieces strategies cut it."""

@@ -54,6 +54,19 @@ class Masked(nn.Module):
         return losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
 
 
+class Listed(nn.Module):
+    """Images of unlike sizes in a list, as detectors take them: no input has the batch's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x: list[Tensor], y: list[Tensor]) -> Tensor:
+        sides = [max(image.shape[dim] for image in x) for dim in (1, 2)]
+        whole = torch.stack([F.pad(i, (0, sides[1] - i.shape[2], 0, sides[0] - i.shape[1])) for i in x])
+        return F.cross_entropy(self.last(self.conv(whole).relu().mean((2, 3))), torch.stack([each[0] for each in y]))
+
+
 class Switched(nn.Module):
     """A norm that forward itself puts to sleep and wakes."""
 
@@ -108,6 +121,8 @@ def masked(seed: int, counted: Sequence[slice]) -> Batch:
     return {"x": labels(seed, 8, 6), "y": labels(seed + 1, 8, 6), "mask": mask}
 
 
+LISTED: list[Any] = [{"x": [drawn(n, 3, 4 + n, 5) for n in range(4)], "y": [labels(n, 1 + n) for n in range(4)]}]
+"""Each image of three channels has labels of its own, in numbers that the axis divides, and does not."""
 MASKED = [masked(1, [slice(0, 8)]), masked(2, [slice(0, 2)]), masked(3, [slice(5, 8), slice(0, 1)])]
 CASES: dict[str, tuple[type[nn.Module], list[Batch], dict[str, Any]]] = {
     "laid otherwise": (Rows, [PLAIN, *LAID], {}),
@@ -119,6 +134,7 @@ CASES: dict[str, tuple[type[nn.Module], list[Batch], dict[str, Any]]] = {
     "no tokens": (Masked, [{"x": labels(1, 8, n), "y": labels(2, 8, n)} for n in (6, 0)], {}),
     "masks": (Masked, MASKED, {}),
     "masks, in microbatches": (Masked, MASKED[1:], {"microbatches": 4}),
+    "images in a list": (Listed, LISTED, {}),
     "switched": (Switched, [PLAIN, *LAID[:1]], {}),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ RUNS += [(case, "ddp") for case in ("laid otherwise", "no rows", "masks, in micr
 @pytest.mark.parametrize(("case", "strategy"), RUNS)
 def test_odd_batches_are_as_in_one_process(case: str, strategy: str) -> None:
     """Breaks if a cut takes elements as they lie, if a batch of no rows has no program, if masks of microbatches are
-    weighed by rows, or if a norm is in the mode that the module was in before forward.
+    weighed by rows, if a norm is in the mode that the module was in before forward, or if images in a list are given
+    a channel more for the axis to divide what is no batch by rows.
     """
     assert launch(odd_batches.on_ranks, 2, case, strategy, timeout_s=150.0) == [[], []]

@@ -130,6 +130,17 @@ def test_what_is_no_batch() -> None:
     assert message.startswith("example_inputs is of type int. pass a mapping from the arguments of Linear.forward")
 
 
+def test_a_sparse_batch_and_a_wrapped_model() -> None:
+    """Breaks if a sparse tensor in a batch ends in an error of torch's kernels, or if who wraps a model before it is
+    compiled is told to hand inputs in by names that the wrapper does not have.
+    """
+    graph = torch.eye(4).to_sparse()
+    message = error_of(autopar.plan, Weighted(4, 4), MESH, example_inputs=(torch.randn(4, 4), graph))
+    assert message.startswith("weight_of_rows is of layout sparse_coo") and "self.graph = graph" in message
+    message = error_of(autopar.plan, nn.DataParallel(nn.Linear(4, 4)), MESH, example_inputs=(torch.randn(4, 4),))
+    assert message.startswith("DataParallel.forward takes *inputs. compile what DataParallel wraps, model.module;")
+
+
 def test_a_batch_that_forward_does_not_take() -> None:
     """Breaks if a misspelt or missing argument surfaces as an error of the tracer."""
     message = error_of(plan_mlp, example_inputs={"x": torch.randn(8, 32), "label": torch.zeros(8)})

@@ -231,6 +231,26 @@ def test_the_price_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "3 rows do not divide over dp=2 × fsdp=2" in text and "4 times the work" in text
 
 
+class Several(nn.Module):
+    """Takes images one by one, each with labels of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: list[Tensor], y: list[Tensor]) -> Tensor:
+        rows = torch.stack([self.linear(image).mean(0) for image in x])
+        return (rows * torch.stack([each.sum() for each in y])[:, None]).square().sum()
+
+
+def test_inputs_of_unlike_rows_are_whole_together() -> None:
+    """Breaks if an input whose own rows an axis divides is split where those of the others keep the batch whole."""
+    given = {"x": [torch.randn(3, 4) for _ in range(3)], "y": [torch.randn(n) for n in (1, 2, 3)]}
+    pins = Undivided.of(None, "zero3", mesh("dp=2"), None).pins(given)
+    plan = autopar.plan(Several(), mesh("dp=2"), strategy="zero3", example_inputs=given, constraints=pins)
+    assert plan.verify().ok
+
+
 def test_a_frozen_bias_that_no_axis_divides() -> None:
     """Breaks if the step's memory counts the gradient of a parameter that has none: a teacher beside its student, a
     frozen head of seven classes, were refused under `zero3`.
