@@ -70,15 +70,16 @@ class Kept:
                     was = before.get(path, {}).get(name)
                     if value is not was and name not in OWN and Held(path, name) not in self._told:
                         self._look_at(path, name, was, value)
-            for held, size in self._sizes():
-                if size > sizes.get(held, size):
-                    self._names[str(held)] = None
+            for each_list, size in self._sizes():
+                if size > sizes.get(each_list, size):
+                    self._names[str(each_list)] = None
             changed = [
-                held
-                for held, value in self._counted()
-                if value != counted.get(held, 0)
-                and held not in self._told
-                and (held in counted or type(held.keys[-1]) is str)
+                entry
+                for entry, value in self._counted()
+                if value != (was := counted.get(entry, 0))
+                and (value == value or was == was)  # NaN is no other number than NaN
+                and entry not in self._told
+                and (entry in counted or type(entry.keys[-1]) is str)
             ]
             if changed:
                 raise _told_needed(changed, "an entry of an attribute in Python", None)
