@@ -2,9 +2,10 @@
 
     n += 1; y = batch_norm(x, …, mean, variance)  →  n1 = n + 1; y, mean1, variance1 = batch_norm_functional(x, …)
     a[2, :3] = x                                  →  a1 = select_scatter(a, slice_scatter(a[2], x, 0, 0, 3), 0, 2)
+    y = x.view(…)[1:]; y *= m                     →  y1 = y * m, where nobody reads x any more
 
-Operators stay those that the model called, and a long graph is not traced a second time. What is written through other
-views or under `torch.no_grad()`, and what is read through a view afterwards, is left to torch, which knows all memory.
+Operators stay those that the model called, and a long graph is not traced a second time. What else is written through
+other views or under `torch.no_grad()`, or read through a view afterwards, is left to torch, which knows all memory.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
     if any(_is_batch_norm(node) and node.args[0].meta["val"].numel() == 0 for node in writes):
         return False
     order = {node: place for place, node in enumerate(root.graph.nodes)}
-    if not _are_plain(writes, order, buffers):
+    apart = _apart(writes, order, buffers)
+    if apart is None:
         return False
     changed: dict[str, fx.Node] = {}
     latest: dict[fx.Node, str] = {}
     known: dict[Any, list[Tensor]] = {}
     for node in writes:
-        for before, value in _replace(node, order, known):
+        for before, value in _replace(node, order, known, node in apart):
             held = latest.get(before, before.name)
             if held in buffers:
                 latest.pop(changed.get(held, before), None)
@@ -83,35 +85,109 @@ def written_apart(graph: fx.Graph) -> bool:
     """
     writes = [node for node in graph.nodes if mutation.writes(node)]
     order = {node: place for place, node in enumerate(graph.nodes)}
-    if any(map(_is_batch_norm, writes)) or not _are_plain(writes, order, ()):
+    apart = None if any(map(_is_batch_norm, writes)) else _apart(writes, order, ())
+    if apart is None:
         return False
     for node in writes:
-        _replace(node, order, {})
+        _replace(node, order, {}, node in apart)
     for write in reversed(writes):
         graph.erase_node(write)
     return True
 
 
-def _are_plain(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Collection[str]) -> bool:
-    """Whether each write is into a buffer or a value that an operator made, no view of which is read after it."""
+def _apart(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Collection[str]) -> frozenset[fx.Node] | None:
+    """The writes that need not write, where that makes all others plain; none where they are so without. None where
+    they are not.
+    """
+    if _are_plain(writes, order, buffers):
+        return frozenset()
+    found = _last_seen(writes, order)
+    return found if _are_plain(writes, order, buffers, found) else None
+
+
+def _last_seen(writes: list[fx.Node], order: Mapping[fx.Node, int]) -> frozenset[fx.Node]:
+    """The writes into values that operators made, or into views of such, after which nobody reads this memory but
+    through what they wrote into and what they gave: what they give may be a value of its own.
+    """
+    found = set[fx.Node]()
+    for node in writes:
+        into = _written(node)[0]
+        made = _maker(into, found)
+        if into is None or made is None or _is_batch_norm(node):
+            continue
+        own = _views([node, into], order, order[node]) | {node, into}
+        # Of what a write before this one gave, views of what that wrote into are views, too.
+        others = _views([made, *_first(made, found)], order, order[made]) | {made}
+        read = any(order[user] > order[node] for each in others - own for user in each.users)
+        if not read and all(each.target is not _aten.as_strided.default for each in own - {into}):
+            found.add(node)
+    return frozenset(found)
+
+
+def _views(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int], after: int) -> set[fx.Node]:
+    """What lies where these do, of what is made after this place in the order."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        for user in waiting.pop().users:
+            if order[user] > after and user not in found and _may_alias(user):
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def _first(node: fx.Node, apart: Collection[fx.Node]) -> list[fx.Node]:
+    """What a write that is apart wrote into."""
+    return node.all_input_nodes[:1] if node in apart else []
+
+
+def _maker(node: fx.Node | None, apart: Collection[fx.Node]) -> fx.Node | None:
+    """The node that made the memory in which a value lies; None where that was handed in, or nobody can say. apart:
+    writes that make memory of their own.
+    """
+    while node is not None and node.op == "call_function" and node not in apart:
+        if not _may_alias(node):
+            return node
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return None
+        if node.target is operator.getitem:
+            if not _may_alias(source):
+                return node
+        elif not isinstance(node.target, compat.OpOverload) or not mutation.is_view(node):
+            return None
+        node = source
+    return node if node is not None and node.op == "call_function" else None
+
+
+def _are_plain(
+    writes: list[fx.Node],
+    order: Mapping[fx.Node, int],
+    buffers: Collection[str],
+    apart: Collection[fx.Node] = (),
+) -> bool:
+    """Whether each write is into a buffer or a value that an operator made, no view of which is read after it. apart:
+    writes that need not write; what they give is a value of its own.
+    """
     places: dict[fx.Node, list[int]] = {}
     for node in writes:
-        for operand in _written(node):
-            held = _holder(_behind(operand))
+        for operand in _written(node) if node not in apart else ():
+            held = _holder(_behind(operand), apart)
             if held is None or (held.op == "placeholder" and held.name not in buffers):
                 return False
             places.setdefault(held, []).append(order[node])
     written = set(writes)
     through: dict[fx.Node | None, list[fx.Node]] = {}
     for node in writes:
-        if not _is_batch_norm(node):
-            through.setdefault(_holder(node), []).append(node)
+        if not _is_batch_norm(node) and node not in apart:
+            through.setdefault(_holder(node, apart), []).append(node)
     lying: Counter[int] = Counter(
         place for node in order if node.op == "placeholder" for place in _storages(node.meta.get("val"))
     )
     for held, when in places.items():
         same = [held, *through.get(held, ())]
-        for reader in {user for node in same for user in node.users} - written:
+        readers = {user for node in same for user in node.users}
+        readers |= {user for node in _first(held, apart) for user in node.users if order[user] > order[held]}
+        for reader in readers - written:
             # What lies between: `when` is sorted.
             if _may_alias(reader) and bisect(when, order[reader]) < bisect_left(when, _last_read(reader, order)):
                 return False
@@ -132,15 +208,17 @@ def _written(node: fx.Node) -> list[fx.Node | None]:
     return [first if isinstance(first, fx.Node) and _functional(node) is not None else None]
 
 
-def _holder(node: fx.Node | None) -> fx.Node | None:
-    """The node whose memory this one is, by writes alone; None where that is a view, or nobody can say."""
-    while node is not None and node.op == "call_function":
+def _holder(node: fx.Node | None, apart: Collection[fx.Node] = ()) -> fx.Node | None:
+    """The node whose memory this one is, by writes alone; None where that is a view, or nobody can say. apart: writes
+    that make memory of their own.
+    """
+    while node is not None and node.op == "call_function" and node not in apart:
         if mutation.writes(node) and not _is_batch_norm(node):
             node = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
             continue
         made = node.args[0] if node.target is operator.getitem else node
         return None if not isinstance(made, fx.Node) or _may_alias(made) else node
-    return node if node is not None and node.op == "placeholder" else None
+    return node if node is not None and (node.op == "placeholder" or node in apart) else None
 
 
 def _behind(node: fx.Node | None) -> fx.Node | None:
@@ -220,10 +298,13 @@ def _storages(value: Any) -> set[int]:
     return {each for each in found if each is not None}
 
 
-def _replace(node: fx.Node, order: dict[fx.Node, int], known: dict[Any, list[Tensor]]) -> list[tuple[fx.Node, fx.Node]]:
+def _replace(
+    node: fx.Node, order: dict[fx.Node, int], known: dict[Any, list[Tensor]], apart: bool
+) -> list[tuple[fx.Node, fx.Node]]:
     """Put the functional form before a node, and its results in place of what the node wrote and gave.
 
-    known: the results of batch norms, by their operands' types. Returns what was there, and what is there now.
+    known: the results of batch norms, by their operands' types. apart: what was written is a value of its own, no part
+    of another. Returns what was there, and what is there now.
     """
     target = _functional(node)
     operands: Any = node.args
@@ -257,7 +338,7 @@ def _replace(node: fx.Node, order: dict[fx.Node, int], known: dict[Any, list[Ten
             made = call(_aten.to.dtype, made, dtype)
         if made.meta["val"].shape != (shape := written.meta["val"].shape):
             made = call(_aten.expand.default, made, list(shape))
-        while written.target in _SCATTERS:
+        while not apart and written.target in _SCATTERS:
             whole, *where = written.args
             made = call(_SCATTERS[written.target], whole, made, *where, **written.kwargs)
             written = whole

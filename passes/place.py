@@ -12,6 +12,7 @@ The problem itself stands in `placement/problem.py`, its solver in `autopar.solv
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.gathers import Blocked, blocked_operators
 from autopar.passes.placement.least import FREE, without_edges
 from autopar.passes.placement.narrow import narrowed
-from autopar.passes.placement.problem import PlacementProblem, build_problem
+from autopar.passes.placement.problem import PlacementProblem, build_problem, priced_seconds
 from autopar.passes.placement.unsplit import Unsplit
 from autopar.passes.placement.variants import Variants
 from autopar.solver.problem import AssignmentProblem, Solution
@@ -148,7 +149,10 @@ def place(
         learnt.chosen[key] = solution.choice
     if hints is not None and (excluded or limit is None):  # not for want of memory
         hints.conceded[family_of(strategies)] = conceded
-    return read_solution(program, built, solution, overlap_price)
+    priced_s = math.inf
+    if overlap_price < 1.0:  # dearer ones may follow
+        priced_s = priced_seconds(built, program, strategies, solution.choice, variants.facts)
+    return read_solution(program, built, solution, overlap_price, priced_s)
 
 
 def _nothing(memory_limit_bytes: float | None, *, excluded: bool) -> DoesNotFit:
@@ -220,8 +224,14 @@ def _likeness(name: str, pattern: str) -> float:
     return sum(part in name for part in parts) / (len(parts) or 1)
 
 
-def read_solution(program: Program, built: PlacementProblem, solution: Solution, overlap_price: float = 1.0) -> Program:
-    """The program with the solver's choices written into it."""
+def read_solution(
+    program: Program,
+    built: PlacementProblem,
+    solution: Solution,
+    overlap_price: float = 1.0,
+    priced_s: float = math.inf,
+) -> Program:
+    """The program with the solver's choices written into it. priced_s: of its result."""
     choice = solution.choice
     regions = {}
     for region in program.regions:
@@ -243,6 +253,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution,
         len(built.problem.edges),
         solution.seconds,
         overlap_price,
+        priced_s=priced_s,
     )
     placement = _placement(program, built, choice)
     return program.with_regions(regions, phase="placed", placement=placement, result=result, overlap=None)

@@ -161,11 +161,17 @@ def phase_collectives(program: Program, region: Region, phase: str, count: int) 
             yield _exchange(program, region, phase, node, count)
         elif sends_inside(node):
             yield _ring(program, region, phase, node, count)
-        elif node.op == "call_method" and node.target not in NO_COLLECTIVES:
-            yield _inside(program, region, phase, node, count)
+        elif sends_values(node):
+            yield inside_row(program, region, phase, node, count)
 
 
-def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
+def sends_values(node: fx.Node) -> bool:
+    """Whether a node of a lowered region is a collective of values, none of an operator's own."""
+    return node.op == "call_method" and node.target not in NO_COLLECTIVES and not sends_inside(node)
+
+
+def inside_row(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
+    """Such a node of a region's phase, which runs `count` times."""
     source: fx.Node = node.args[1]  # type: ignore[assignment]
     axis = str(node.args[2])
     type_, before = source.meta["type"], source.meta["sharding"]

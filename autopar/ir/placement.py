@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,8 @@ class PlacementResult:
     cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded
     timeline. memory_price_s_per_byte: what one more byte would save. overlap_price: what a second of gathers and
     reductions beside the compute counts. hides_exchanges: whether exchanges count less what may run beside them
-    (cost/beside.py). num_nodes, num_choices, num_edges: the size of the problem.
+    (cost/beside.py). priced_s: what the objective grows by as the overlap price grows by one; infinite where nobody
+    asked. num_nodes, num_choices, num_edges: the size of the problem.
     """
 
     cost_s: float
@@ -55,6 +57,7 @@ class PlacementResult:
     seconds: float
     overlap_price: float = 1.0
     hides_exchanges: bool = False
+    priced_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ request's own placement before a named strategy's, then the earlier one (`Tried.
 
 3. with gathers and reductions next to free, as they may run beside the compute; where memory lets nothing run beside
    it, with less memory, a few times; where much is waited for all the same, at their full price, and where that is most
-   of the step, before that at a multiple of it, as what is waited for are latencies then; of mixtures again with
+   of the step, before that at a multiple of it, as what is waited for are latencies then (neither, where nothing of the
+   first placement has that price); of mixtures again with
    exchanges at what waits for them where all that is independent of them runs beside them,
 4. no further mode once memory costs nothing: recomputing would only add work.
 
@@ -32,9 +33,10 @@ names do not know:
    the best step, and at first with operators doing as the first's do: only what comes close is placed anew; none of
    which `auto`'s own problem tells that it takes longer whatever is chosen (`passes/placement/least.py`),
 6. what splits the sequence by name, where the least it could take is less than the best step (and one of a family, as
-   in 5; and no other way to meet in attention where what the first computes outside of it takes so long, or where
-   something else there forbids the split), recomputing more where memory is what it lacks; if one wins, `auto` itself
-   on what that one's program is prepared for (heads repeated, sequences dealt zigzag).
+   in 5; and no other way to meet in attention where what the first computes and moves outside of it takes longer, or
+   its step but for attention where parameters are kept alike, or where something else there forbids the split),
+   recomputing more where memory is what it lacks; if one wins, `auto` itself on what that one's program is prepared for
+   (heads repeated, sequences dealt zigzag).
 
 **`auto` over the stages of a pipeline**: the placement sees them on average only.
 
@@ -57,17 +59,32 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.cost.context import has_attention, least_seconds, seconds_in_attention
+from autopar.cost.context import has_attention, least_seconds
 from autopar.cost.memory.step import step_peak_bytes
-from autopar.cost.under_way import step_hidden_s
 from autopar.ir.program import Mode
 from autopar.passes.placement.mixtures import has_experts
 from autopar.planner.assembly import check_fits
 from autopar.planner.candidates import context_candidates, named_candidates
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
+from autopar.planner.shares import (
+    faster,
+    is_priced,
+    outside_s,
+    prefetches,
+    values_s,
+    waited_for,
+    without_attention_s,
+)
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.context import Spread, family_of, outside_attention, splits_of, splits_sequence
+from autopar.strategies.context import (
+    Spread,
+    but_for_attention,
+    family_of,
+    outside_attention,
+    splits_of,
+    splits_sequence,
+)
 from autopar.strategies.names import AUTO
 from autopar.strategies.request import Attempt
 
@@ -98,12 +115,15 @@ BEYOND = 1.15
 """Of named strategies that do the same with values, no other is placed where computing and moving them alone took the
 first so many times the best step: within such a family these seconds are the same but for a few per cent.
 """
+OUTSIDE = 1.05
+"""Of ways to meet in attention, no other is tried where what the first computes and moves outside of it takes so many
+times the best step, or, of those that keep parameters alike, all of its step but for attention: there they do the same,
+to what placements are proven to, about a hundredth.
+"""
 CLOSE = 1.01
 """Of such, one whose operators do as the first's is placed anew where it takes no more than so many times the best
 step. Free to do otherwise, they gain about as much as placements are proven to.
 """
-OF_PARAMETERS = ("gather parameter", "reduce gradient")
-"""Why collectives run whose seconds depend on how parameters are kept."""
 PARTS = (1.0, 0.95, 0.9, 0.8)
 """Of the memory limit, what a named strategy under `auto` is placed within, until the step that is walked fits."""
 
@@ -259,12 +279,14 @@ def _auto(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[A
 def _beside(attempt: Attempt, tried: Tried) -> Attempts:
     """Gathers and reductions beside the compute (3)."""
     cheap = replace(attempt, overlap_price=OVERLAP_PRICE)
-    best = latest = yield from tighter(cheap, tried)
+    best = latest = first = yield from tighter(cheap, tried)
     for _ in range(TIGHTER):
         if latest is None or prefetches(latest):
             break
         latest = yield from tighter(replace(cheap, placement_limit=_limit_beside(latest), explain=False), tried)
         best = faster(best, latest)
+    if best is not None and best is first and not is_priced(best):
+        return best
     if best is not None and waited_for(best) > MOSTLY_WAITING * best.cost.step_time_s:
         dear = yield from tighter(replace(attempt, overlap_price=DEAR, explain=False), tried)
         if dear is not None and dear.cost.step_time_s < WORTH_MORE * best.cost.step_time_s:
@@ -392,22 +414,6 @@ def _is_close(
     return tried.last is None or tried.last.cost.step_time_s < CLOSE * tried.step_s
 
 
-def values_s(plan: PlanRecord) -> float:
-    """Seconds of computing and of moving values, but for what exchanges hide; neither what parameters and gradients
-    take, nor the update.
-    """
-    moved_s = sum(row.seconds for row in plan.collectives if row.why not in OF_PARAMETERS)
-    exchanges = plan.program is not None and any(row.kind == "exchange" for row in plan.collectives)
-    beside_s = step_hidden_s(plan.program) if exchanges and plan.program is not None else 0.0
-    return plan.cost.compute_s + moved_s - beside_s
-
-
-def outside_s(plan: PlanRecord) -> float:
-    """Seconds of computing outside of attention."""
-    assert plan.program is not None
-    return plan.cost.compute_s - seconds_in_attention(plan.program)
-
-
 def _names_staged(programs: Programs, tried: Tried) -> Iterator[Attempt]:
     """Named strategies for a pipeline's stages (8)."""
     assert tried.best is not None
@@ -432,14 +438,18 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
 
     excluded, values = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
     forbidden, outside = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
+    rest = dict[tuple[str, ...], float]()
     cached = bool(programs.traced.states) and not asked.training
     for strategies in sorted(context_candidates(asked, cached=cached), key=lambda each: least_s(each, modes[0])):
         spread, splits = Spread.of(strategies, asked.mesh), splits_of(strategies)
-        others = outside_attention(strategies)
+        others, kept = outside_attention(strategies), but_for_attention(strategies)
         for mode in modes:
             if splits in excluded or others in forbidden or least_s(strategies, mode) >= tried.step_s:
                 break
-            if max(values.get(family_of(strategies), 0.0), outside.get(others, 0.0)) > BEYOND * tried.step_s:
+            if values.get(family_of(strategies), 0.0) > BEYOND * tried.step_s:
+                break
+            if max(outside.get(others, 0.0), rest.get(kept, 0.0)) > OUTSIDE * tried.step_s:
+                logger.info("%s takes too long outside of attention", [each.name for each in strategies])
                 break
             if programs.cannot_split(mode, strategies):
                 logger.info("%s cannot split the sequence", [each.name for each in strategies])
@@ -453,29 +463,11 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
             if tried.last is not None:
                 values.setdefault(family_of(strategies), values_s(tried.last))
                 outside.setdefault(others, outside_s(tried.last))
+                rest.setdefault(kept, without_attention_s(tried.last))
                 break
     if tried.best is not None and tried.best[0].spread is not None:
         attempt = tried.best[0]
         yield replace(asked, rematerialize=attempt.rematerialize, spread=attempt.spread, explain=False)
-
-
-def waited_for(plan: PlanRecord) -> float:
-    """Seconds of gathers and reductions that nothing hides."""
-    parameters_s = sum(row.seconds for row in plan.collectives if row.why in OF_PARAMETERS)
-    return max(0.0, parameters_s - plan.cost.hidden_s)
-
-
-def prefetches(plan: PlanRecord) -> bool:
-    """Whether memory lets gathers and reductions run beside the compute; without that pass nothing would."""
-    assert plan.program is not None
-    return plan.program.overlap is None or plan.program.overlap.prefetch
-
-
-def faster(one: PlanRecord | None, other: PlanRecord | None) -> PlanRecord | None:
-    """The faster of two plans; of equal ones the first."""
-    if one is None or other is None:
-        return one or other
-    return other if other.cost.step_time_s < one.cost.step_time_s else one
 
 
 def _preferred(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autopar.cost.beside import with_work_beside
 from autopar.passes.placement.choices import objective_of
-from autopar.passes.placement.problem import build_problem
+from autopar.passes.placement.variants import Variants
 from autopar.planner.attempts import Tried
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
@@ -54,7 +54,8 @@ def _as_auto(programs: Programs, tried: Tried, attempt: Attempt, best: PlanRecor
     annotated = programs.annotated(mode)
     priced = with_work_beside(annotated) if own.solved.hides_exchanges else annotated
     facts = programs.learnt(mode).facts
-    problem = build_problem(priced, programs.asked.strategies, (), None, own.solved.overlap_price, facts=facts)
+    variants = Variants(priced, programs.asked.strategies, (), own.solved.overlap_price, facts)
+    problem = variants.problem(None, (), ())
     charged = objective_of(best.program, problem)
     more = "" if charged is None else f", which charges {_more(charged / own.solved.objective_s)} for them"
     less = 1 - best.cost.step_time_s / own.cost.step_time_s

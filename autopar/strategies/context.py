@@ -143,6 +143,11 @@ def outside_attention(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
     )
 
 
+def but_for_attention(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the axes do but for attention, also to parameters: strategies that differ in it alone have the same."""
+    return tuple("sequence" if each.inputs == "sequence" else each.name for each in strategies)
+
+
 def of_cache(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
     """What strategies are for a program with a cache: those that split the sequence of a batch split its length."""
     return tuple(SPLIT_KV if splits_sequence(each) else each for each in strategies)

@@ -77,11 +77,15 @@ class Parameters(Parts):
         self, variable: Variable, choices: Sequence[ParameterChoice], count: int, uses: Sequence[Key]
     ) -> list[float]:
         """Of gathers and of the update, for so many parameters that are kept alike."""
-        reads = any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
+        reads = self._reads_again(uses)
         return [
             self._gather_seconds(variable, choice, count, reads) + count * self._update_seconds(variable, choice)
             for choice in choices
         ]
+
+    def _reads_again(self, uses: Sequence[Key]) -> bool:
+        """Whether the backward of some region reads a parameter."""
+        return any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
 
     def at_this_price(self, slots: Mapping[Key, Slot], problem: AssignmentProblem, links: Sequence[Link]) -> None:
         """Take over the nodes and edges of the same problem at another price, but for what parameters cost."""
@@ -95,6 +99,21 @@ class Parameters(Parts):
             if slot.edge >= 0:
                 link, price = links[slot.link], self._reduction_price(first)
                 self.edges[slot.edge] = self.edges[slot.edge]._replace(costs=self.reduction_seconds(link, price))
+
+    def transfers_s(self, slots: Mapping[Key, Slot], links: Sequence[Link], choice: Sequence[int]) -> float:
+        """Of a choice: what gathers of parameters and reductions of gradients count in the objective."""
+        found = 0.0
+        for root, slot in slots.items():
+            members = self.known.members[root]
+            names = [key[1] for key in members if key[0] == "var"]
+            uses, first = [key for key in members if key[0] == "slot"], self.program.variable(names[0])
+            kept = slot.choices[choice[slot.node]]
+            found += self._gather_seconds(first, kept, len(names), self._reads_again(uses))
+            if slot.gradient >= 0:
+                link, layout = links[slot.link], slot.gradient_layouts[choice[slot.gradient]]
+                seconds = self.bucketed.seconds(link.type_, layout, kept.stored, free=True)
+                found += self._reduction_price(first) * link.times * seconds
+        return found
 
     def ways_to_keep(self, root: Key) -> tuple[list[ParameterChoice], list[frozenset[int]]]:
         """The ways to keep a class's parameters; for each, the axes whose strategy asks for more than it gives."""

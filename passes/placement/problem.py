@@ -111,6 +111,25 @@ def at_price(
     return replace(built, problem=problem)
 
 
+def priced_seconds(
+    built: PlacementProblem,
+    program: Program,
+    strategies: Sequence[AxisStrategy],
+    choice: Sequence[int],
+    facts: dict[tuple[str, ...], Any] | None = None,
+) -> float:
+    """What the objective of a choice grows by, where a second of gathers and reductions beside the compute counts one
+    more. Where that is nothing, the choice is as good at any higher price: there no other costs less than it did.
+    """
+    free, whole = (
+        _Builder(program, program.on_mesh, strategies, (), price, facts=facts).transfers_s(
+            built.slots, built.links, choice
+        )
+        for price in (0.0, 1.0)
+    )
+    return whole - free
+
+
 def choices_within(
     built: PlacementProblem,
     program: Program,

@@ -11,8 +11,9 @@ from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.place import place
-from autopar.passes.placement.problem import PlacementProblem, at_price, build_problem
+from autopar.passes.placement.problem import PlacementProblem, at_price, build_problem, priced_seconds
 from autopar.passes.placement.variants import PRICED, Variants
+from autopar.solver.solve import solve
 from autopar.strategies.names import resolve
 from autopar.strategies.request import Request
 
@@ -69,6 +70,20 @@ def test_at_another_price_it_is_what_would_be_built(program: Program, price: flo
     assert not same(built, wanted)
     assert same(at_price(built, program, AUTO, 5e8, price), wanted)
     assert same(built, build_problem(program, AUTO, (), 1e9, 0.3))
+
+
+def test_what_a_price_decides_of_a_choice(program: Program) -> None:
+    """Breaks if a placement is said to cost the same at every price, and dearer ones are not sought, though its gathers
+    and reductions have that price; or if those of the first call, which are waited for, count.
+    """
+    built = build_problem(program, AUTO, (), None, 0.05)
+    choice = solve(built.problem).choice
+    priced_s = priced_seconds(built, program, AUTO, choice)
+    dearer = at_price(built, program, AUTO, None, 0.45).problem
+    assert dearer.evaluate(choice) - built.problem.evaluate(choice) == pytest.approx(0.4 * priced_s, rel=1e-9)
+    assert priced_s > 0.0
+    placed = place(program, strategies=AUTO, overlap_price=0.05)
+    assert placed.result is not None and placed.result.priced_s == pytest.approx(priced_s)
 
 
 def test_only_the_same_program_is_asked_for_another_price(program: Program) -> None:

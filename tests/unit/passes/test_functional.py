@@ -94,11 +94,41 @@ def _dropped_in_place(net: Net, y: Tensor) -> Tensor:
     return F.dropout(F.dropout(y * 2, 0.5, inplace=True), 0.0, inplace=True).mean((2, 3))
 
 
+def _shifted(net: Net, y: Tensor) -> Tensor:
+    """A part of a view, of which nothing else is read any more; then pieces of it, and it again."""
+    part = y.reshape(4, 16, 4).transpose(1, 2)[:, :, 1:]
+    part *= net.mean.sum() + 0.5
+    part[:, 1].add_(part[:, 0])
+    part.mul_(2)
+    return part.flatten(1)[:, 1:5]
+
+
+def _read_on_through_another(net: Net, y: Tensor) -> Tensor:
+    other, part = y.flatten(1)[:, 3:], y[:, :, 1:]
+    part *= 2
+    return part.mean((2, 3)) + other.sum(1, keepdim=True)
+
+
+def _read_on_through_what_was_written(net: Net, y: Tensor) -> Tensor:
+    part = y.permute(0, 2, 3, 1)
+    first = part[:, 0]
+    part.mul_(2)
+    return part.mean((1, 2)) + first.mean(1)
+
+
+def _written_twice(net: Net, y: Tensor) -> Tensor:
+    part = y.permute(0, 2, 3, 1)
+    once = part.mul_(2)
+    part.add_(1)
+    return once.mean((1, 2))
+
+
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     "how",
     [_counted, _viewed_before, _viewed_after, _idle_dropout, _turned, _in_parts, _part_is_read_on,
-     _what_was_written_is_read, _dropped_in_place],
+     _what_was_written_is_read, _dropped_in_place, _shifted, _read_on_through_another,
+     _read_on_through_what_was_written, _written_twice],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -111,7 +141,7 @@ def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tenso
 @pytest.mark.parametrize(
     "how",
     [_counted, _viewed_before, _viewed_after, _turned, _in_parts, _part_is_read_on, _what_was_written_is_read,
-     _dropped_in_place],
+     _dropped_in_place, _shifted, _read_on_through_another, _read_on_through_what_was_written, _written_twice],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -119,7 +149,7 @@ def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor])
     views are taken for plain.
     """
     exported = torch.export.export(Net(how), (torch.randn(4, 3, 6, 6),), strict=False)
-    plain = (_counted, _viewed_before, _in_parts, _dropped_in_place)
+    plain = (_counted, _viewed_before, _in_parts, _dropped_in_place, _shifted, _written_twice)
     assert make_functional(exported) is (how in plain)
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
     assert kinds == ["BUFFER_MUTATION"] * {_counted: 5, _in_parts: 1}.get(how, 0) + ["USER_OUTPUT"]

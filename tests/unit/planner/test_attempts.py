@@ -14,6 +14,7 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
 from autopar.planner import attempts as module
+from autopar.planner import shares
 from autopar.planner.attempts import (
     BEYOND,
     CLOSE,
@@ -44,6 +45,7 @@ def plan(
     waited_s: float = 0.0,
     compute_s: float = 0.0,
     moved_s: float = 0.0,
+    priced_s: float = 1.0,
 ) -> Any:
     """What the loop reads of a plan."""
     rows = [
@@ -56,7 +58,10 @@ def plan(
             hidden_s=0.0, compute_s=compute_s,
         ),
         solved=SimpleNamespace(memory_price_s_per_byte=price, overlap_price=1.0),
-        program=SimpleNamespace(overlap=SimpleNamespace(prefetch=prefetch)),
+        program=SimpleNamespace(
+            overlap=SimpleNamespace(prefetch=prefetch), regions=(),
+            result=SimpleNamespace(priced_s=priced_s, memory_price_s_per_byte=price),
+        ),
         collectives=rows, pipeline=None, memory_limit_bytes=LIMIT, strategy="auto", mesh=MESH,
     )  # fmt: skip
 
@@ -217,24 +222,26 @@ def test_what_is_waited_for_is_placed_at_its_full_price() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "dear_s", "prices", "step_s"),
+    ("waited_s", "dear_s", "priced_s", "prices", "step_s"),
     [
-        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE - 0.1, [DEAR], 2.0 * WORTH_MORE - 0.1),
-        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE + 0.1, [DEAR, 1.0], 1.85),
-        (2.0 * MOSTLY_WAITING - 0.1, 0.1, [1.0], 1.85),
+        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE - 0.1, 1.0, [DEAR], 2.0 * WORTH_MORE - 0.1),
+        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE + 0.1, 1.0, [DEAR, 1.0], 1.85),
+        (2.0 * MOSTLY_WAITING - 0.1, 0.1, 1.0, [1.0], 1.85),
+        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE - 0.1, 0.0, [], 2.0),
     ],
 )
 def test_where_a_step_waits_most_of_the_time_few_messages_are_sought(
-    waited_s: float, dear_s: float, prices: list[float], step_s: float
+    waited_s: float, dear_s: float, priced_s: float, prices: list[float], step_s: float
 ) -> None:
     """Breaks if latencies, which the objective leaves out, decide nothing where they are most of a step; if the full
-    price is left out where that brought little; or if other steps are placed so.
+    price is left out where that brought little; if other steps are placed so; or if what no price could change is.
     """
 
     def outcome(attempt: Attempt) -> Any:
         if attempt.placed_by is not None:
             return plan(9.0)
-        return plan({DEAR: dear_s, 1.0: 1.85}.get(attempt.overlap_price, 2.0), waited_s=waited_s)
+        step_s = {DEAR: dear_s, 1.0: 1.85}.get(attempt.overlap_price, 2.0)
+        return plan(step_s, waited_s=waited_s, priced_s=priced_s)
 
     programs = Scripted(outcome)
     tried = run(programs)
@@ -456,20 +463,29 @@ def context_names(programs: Scripted) -> list[tuple[str, ...]]:
     return sorted(each for each in placed_by(programs) if each[1] == "tensor")
 
 
-@pytest.mark.parametrize(("attention_s", "tried"), [(0.0, SPLITS[:1]), (0.2, SPLITS)])
+@pytest.mark.parametrize(
+    ("step_s", "attention_s", "moved_s", "tried"),
+    [
+        (9.0, 7.0, 0.0, SPLITS),  # all but attention takes as long as the best step
+        (9.0, 6.8, 0.0, SPLITS[:1]),
+        (9.0, 0.0, 7.0, SPLITS),  # what attention reads and gives is moved the rest of the time
+        (9.0, 0.0, 6.8, SPLITS[:1]),
+        (1.9, 0.1, 0.0, SPLITS),
+    ],
+)
 def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
-    attention_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    step_s: float, attention_s: float, moved_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Breaks if every way is placed though what they all compute outside of attention takes longer than the best step,
-    or if attention's own seconds count against others.
+    """Breaks if every way is placed though what they all compute and move outside of attention takes longer than the
+    best step, or if attention's own seconds count against others.
     """
     monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
-    monkeypatch.setattr(module, "seconds_in_attention", lambda program: attention_s)
+    monkeypatch.setattr(shares, "seconds_in_attention", lambda program: attention_s)
     candidates = [resolve(dict(zip(MESH.axis_names, each)), MESH) for each in SPLITS]
     monkeypatch.setattr(module, "context_candidates", lambda *given, **more: candidates)
 
     def outcome(attempt: Attempt) -> Any:
-        return plan(9.0, compute_s=BEYOND * 2.0 + 0.1) if attempt.placed_by else plan(2.0)
+        return plan(step_s, compute_s=attention_s, moved_s=moved_s) if attempt.placed_by else plan(2.0)
 
     programs = Recomputing(outcome, traced=SimpleNamespace(states={}))
     own = outcome(programs.asked)
@@ -479,6 +495,7 @@ def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
         yield from module._contexts(programs, modes, tried)
 
     run(programs, after)
+    # Those of a family have the same values, which took too long.
     assert context_names(programs) == tried
 
 
