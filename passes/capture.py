@@ -36,14 +36,13 @@ from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.branches import Branches, ways_of
 from autopar.passes.by_value import ByValue, candidates
-from autopar.passes.carried import Carries
 from autopar.passes.checks import ChecksPass
 from autopar.passes.chosen_functions import Chosen
 from autopar.passes.chosen_operators import FIRST, SECOND
 from autopar.passes.counted_rows import CountedRows
 from autopar.passes.emptied import emptied, put_buffer, traced_copy, values_of
 from autopar.passes.experts import as_operators
-from autopar.passes.exported import graph_modules, origin_of
+from autopar.passes.exported import SizesByValues, graph_modules, origin_of
 from autopar.passes.fixed_slices import whole_numbers
 from autopar.passes.functional import make_functional
 from autopar.passes.kept import Kept
@@ -96,7 +95,7 @@ def capture(
         if not start_of(model).wanted and all(caches.of_blocks(inputs[name]) for name in caches.states_among(inputs)):
             with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
                 program = _with_repeated_blocks(
-                    model, precision, batch, names, chosen, bool(caches.states_among(inputs)), tells_ways
+                    model, precision, batch, names, chosen, bool(caches.states_among(inputs))
                 )
         return (
             _whole(model, precision, batch, names, inputs, chosen, tells_ways, training) if program is None else program
@@ -164,11 +163,9 @@ def _with_repeated_blocks(
     names: list[str | None],
     chosen: Chosen,
     with_cache: bool,
-    carries_values: bool,
 ) -> Program | None:
     """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
-    where buffers change or values are left on modules, and what does not trace, so that the whole trace tells what is
-    wrong.
+    where buffers change, and what does not trace, so that the whole trace tells what is wrong.
     """
     blocks = Blocks(model, with_cache=with_cache)
     if len(blocks.paths) < LEAST_BLOCKS:
@@ -179,16 +176,11 @@ def _with_repeated_blocks(
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             counted = CountedRows(chosen, numbers := Numbers())
             kept, telling = Kept(clone), Telling(clone, values_of(model), start_of(model), Wanted(), numbers)
-            carries = Carries(clone, numbers, (), telling.made)
-            clone.forward = kept.within(counted.within(clone.forward))
-            clone.forward = carries.within(clone.forward) if carries_values else clone.forward
-            clone.forward = Ragged(numbers).within(telling.within(clone.forward))
+            clone.forward = Ragged(numbers).within(telling.within(kept.within(counted.within(clone.forward))))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
                 checks, reads = ChecksPass(clone), PlainReads(counted)
                 with compat.traced_in(mode), numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
-                if carries.carried:
-                    return None
                 if inner_gradients.is_within(exported):
                     return None  # they go through blocks, which have to be there
                 written = [
@@ -223,6 +215,7 @@ def _whole(
     usual case; those of tokens, which choose rows of a table, differ in every batch, so they decide nothing.
     """
     values = candidates(inputs)
+    knows_made = bool(values)  # Values of what the forward makes itself are looked at where they are asked for.
     wrong: AutoparError | None = None
     packs, kept_values = False, None
     changed: Decides | None = None
@@ -241,15 +234,14 @@ def _whole(
         if wanted:
             put_buffer(clone, BUFFER, wanted.length, mode)
         telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
-        carries = Carries(clone, numbers, wanted.held, telling.made)
-        clone.forward = kept.within(counted.within(clone.forward))
-        clone.forward = telling.within(carries.within(clone.forward) if tells_ways else clone.forward, carries)
+        clone.forward = telling.within(kept.within(counted.within(clone.forward)))
         clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers, usual).within(clone.forward)
         branches = Branches(clone, now, None if tells_ways else usual)
         clone.forward = branches.within(clone)
-        modes = (chosen, counted, usual, *((known,) if values else ()), Checked(usual), PlainReads(counted), telling)
+        asking = (known,) if values or knows_made else ()
+        modes = (chosen, counted, usual, *asking, Checked(usual), PlainReads(counted), telling)
         try:
             with compat.traced_in(mode), whole_numbers(numbers, files):
                 exported = _export(clone, batch(mode), branches, numbers, *modes)
@@ -268,6 +260,9 @@ def _whole(
                 values, kept_values = kept_values, None
                 continue
             if not known.decided:
+                if not knows_made and _asks_for_values(error):
+                    knows_made, wrong = True, wrong or error
+                    continue
                 raise wrong or error from None
             # What is not to be had for these values may be for all: targets that are selected, and their lengths.
             values, wrong = {n: value for n, value in values.items() if n not in known.decided}, wrong or error
@@ -275,8 +270,8 @@ def _whole(
         differing = known.looked_up & known.decided.keys()
         if not differing:
             try:
-                program = to_program(model, precision, exported, names, None, branches.taken, carries.carried)
-                program, kept.carried = with_told(usual.noted(program), telling.told), carries.names
+                program = usual.noted(to_program(model, precision, exported, names, branches=branches.taken))
+                program = with_told(program, telling.told)
                 break
             except Decides as error:
                 if changed is not None:
@@ -285,6 +280,11 @@ def _whole(
                 leaves = tells_ways
                 changed, files = error, list(usual.asked_by.values())
                 held = {name: buffer for name, buffer in held.items() if name not in usual.asked_of}
+                continue
+            except SizesByValues as error:
+                if knows_made:
+                    raise wrong or error from None
+                knows_made, wrong = True, error
                 continue
         values = {name: value for name, value in values.items() if name not in differing}
     notes = tuple(
@@ -405,6 +405,12 @@ def _without_writes(
     return exported
 
 
+def _asks_for_values(error: Exception) -> bool:
+    """Whether a trace ended because a tensor's value was asked for, or because a size is one."""
+    cause = error.__cause__ or error
+    return compat.is_data_dependent(cause) or "SymInt" in str(cause)
+
+
 def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
     """Name the model's own line: the innermost frame that is not the tracer's, outside torch."""
     where = compat.model_line(error) or type(model).__name__
@@ -414,6 +420,9 @@ def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
         if instead := argument_instead(error, model.forward):
             name, line = instead
             remedy = f"make {name} yourself and hand it in with the batch: forward makes it where it is None ({line})"
+    elif _asks_for_values(error):
+        what = f"{type(model).__name__} makes a size by the values of a tensor: one program cannot stand for it"
+        remedy = "keep the size and mark what counts with a mask (torch.where), or make the choice outside of forward()"
     else:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = f"{type(model).__name__} cannot be traced: {reason}"

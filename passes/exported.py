@@ -31,6 +31,10 @@ _NEW: Mapping[Any, Any] = {
 """What is made in the likeness of a tensor, as what is made of its own."""
 
 
+class SizesByValues(AutoparError):
+    """Where a size, or a number, is known only once the values of tensors are."""
+
+
 def clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, str], dict[str, fx.Node]]:
     """Inline higher-order operators, drop assertions, no-op casts and aliases.
 
@@ -89,10 +93,10 @@ def clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[
 
 
 def _check_sizes(graph: fx.Graph, origins: Mapping[str, str]) -> None:
-    """Raises AutoparError where a value's shape, or a number, is known only once the values of tensors are."""
+    """Raises SizesByValues where a value's shape, or a number, is known only once the values of tensors are."""
     for node in graph.nodes:
         if any(compat.is_unknown(value) for value in compat.tree_flatten(node.meta.get("val"))[0]):
-            raise AutoparError(
+            raise SizesByValues(
                 f"{node.target} makes a number, or a size, by the values of a tensor: one program cannot stand for it",
                 where=origins.get(node.name) or node.name,
                 remedy="keep the size and mark what counts with a mask (torch.where), or make the choice outside of "
@@ -116,6 +120,8 @@ def _make_alone(node: fx.Node) -> None:
     """`x.new_zeros(…)` of another shape than x's reads nothing of it: where it lies would be that of x otherwise."""
     target = _NEW.get(node.target)
     source: Any = node.args[0] if target is not None else None
+    if compat.is_unknown(node.meta.get("val")):  # of a size that values say: refused behind this
+        return
     if target is not None and source.meta["val"].shape != node.meta["val"].shape:
         value = node.meta["val"]
         node.target, node.args = target, node.args[1:]

@@ -14,7 +14,6 @@ from autopar.base.torch_compat import tracing as compat
 from autopar.ir.program import BRANCH, Branch, Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
-from autopar.ir.told import Carried
 from autopar.ir.values import Port, Slot, ValueRef, Variable
 from autopar.passes import inner_gradients, mutation
 from autopar.passes.blocks import words
@@ -41,11 +40,10 @@ def to_program(
     names: list[str | None],
     blocks: Blocks | None = None,
     branches: Sequence[Branch] = (),
-    carried: Sequence[Carried] = (),
 ) -> Program:
     """names: of the leaves of the batch, None for those that are no tensors. blocks: those that were traced once, whose
     repetitions are written out. branches: where there are any, the number of the first that goes another way is
-    returned beside the results. carried: what forward leaves on modules, returned beside them likewise.
+    returned beside the results.
 
     Raises:
         AutoparError: what a program cannot say: autocast in forward, inputs and parameters that change, outputs that
@@ -98,7 +96,7 @@ def to_program(
     buffers = {alias: variables[name].type.dtype for alias, name in (*zip(variables, variables), *tied.items())}
     frozen = _frozen(variables)
     outputs, output_names, output_leaves, changed, places = _outputs(
-        exported, graph, row_of, buffers, frozen, bool(branches), len(carried)
+        exported, graph, row_of, buffers, frozen, bool(branches)
     )
     for name in {tied.get(name, name) for name in changed}:  # as a buffer: whole on every rank, in its own dtype
         variables[name] = replace(variables[name], is_parameter=False)
@@ -116,22 +114,20 @@ def to_program(
         tuple(ValueRef(0, i) for i in range(len(output_names))),
         output_names,
         tuple(variables.values()),
-        output_spec=_spec_of(exported, bool(branches), bool(carried)),
+        output_spec=_spec_of(exported, bool(branches)),
         output_leaves=output_leaves,
         constants=constants,
         updates=tuple(updated),
         folded=folded,
         notes=notes,
         branches=tuple(branches),
-        carried=tuple(carried),
     )
 
 
-def _spec_of(exported: torch.export.ExportedProgram, has_branches: bool, has_carried: bool) -> Any:
+def _spec_of(exported: torch.export.ExportedProgram, has_branches: bool) -> Any:
     """The spec of what the model returns."""
     spec: Any = exported.call_spec.out_spec
-    spec = spec.child(0) if has_branches else spec
-    return spec.child(0) if has_carried else spec
+    return spec.child(0) if has_branches else spec
 
 
 def _written_out(
@@ -268,7 +264,6 @@ def _outputs(
     buffers: Mapping[str, torch.dtype],
     frozen: Container[str],
     has_branches: bool,
-    num_carried: int,
 ) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | str | None, ...], tuple[str, ...], dict[int, str]]:
     """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, a
     text, or None; then the names of the buffers that the remaining values replace; and the names of outputs by their
@@ -280,12 +275,8 @@ def _outputs(
     """
     output = next(node for node in graph.nodes if node.op == "output")
     specs = exported.graph_signature.output_specs
-    count = sum(spec.kind.name == "USER_OUTPUT" for spec in specs) - has_branches - num_carried
-    every = (
-        *compat.output_names(_spec_of(exported, has_branches, num_carried > 0), count),
-        *(f"left_{number}" for number in range(num_carried)),
-        *((BRANCH,) if has_branches else ()),
-    )
+    count = sum(spec.kind.name == "USER_OUTPUT" for spec in specs) - has_branches
+    every = (*compat.output_names(_spec_of(exported, has_branches), count), *((BRANCH,) if has_branches else ()))
     results: list[fx.Node] = []
     leaves: list[int | str | None] = []
     changed: dict[str, fx.Node] = {}
@@ -331,7 +322,7 @@ def _outputs(
     return (
         ports,
         names,
-        tuple(leaves[: len(leaves) - has_branches - num_carried]),
+        tuple(leaves[: len(leaves) - has_branches]),
         tuple(changed),
         {place: every[leaf] for place, leaf in leaf_at.items()},
     )

@@ -22,7 +22,7 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.placement import Conceded, Learnt
 from autopar.ir.program import Program
 from autopar.passes.placement.context import values_of_attention
-from autopar.passes.placement.gathers import Blocked, blocked_operators, notes_of
+from autopar.passes.placement.gathers import Blocked, blocked_operators, jointly_blocked, notes_of
 from autopar.passes.placement.least import LEAST, Least
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.passes.placement.unsplit import Unsplit, notes_of_unsplit, tensor_axes, unsplit_weights
@@ -65,6 +65,11 @@ def concessions(
         if unsplit:
             yield _staying(program, at, notes, unsplit)
     last = _staying(program, at, notes, unsplit)
+    if gathered is None:
+        together = jointly_blocked(program, strategies)
+        if len(together) > len(blocked):
+            at = tuple((each.region, each.node) for each in together)
+            yield _staying(program, at, notes_of(together), unsplit)
     if blocked:
         yield replace(last, gathered=_around(program, blocked))
     elif needs_more and not unsplit:

@@ -12,6 +12,7 @@ computes it whole. PyTorch's DDP would compute it on each rank's own rows, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,14 +101,34 @@ def blocked_operators(
             walked = list(_Walk(program, axis, strategy).blocked())
             if facts is not None:
                 facts[key] = walked
-        for region, node, received in walked:
-            place = (region.name, node.name)
-            before = found[place].received if place in found else 0.0
-            needs = SEQUENCE if _is_sequence(strategy) else ROWS
-            if place in found and found[place].needs != needs:
-                needs = f"{ROWS} and {SEQUENCE}"
-            found[place] = _described(region, node, before + received, needs)
+        _add(found, walked, strategy)
     return tuple(sorted(found.values(), key=lambda each: each.is_backward))
+
+
+def jointly_blocked(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[Blocked, ...]:
+    """As `blocked_operators`, and those that each axis could split by itself, but not all of them together: 8 rows that
+    are taken apart in fours, over 2 × 2.
+    """
+    found: dict[tuple[str, str], Blocked] = {}
+    before: list[_Walk] = []
+    for axis in data_axes(program, strategies):
+        walk = _Walk(program, axis, strategies[axis], before)
+        _add(found, list(walk.blocked()), strategies[axis])
+        before.append(walk)
+    return tuple(sorted(found.values(), key=lambda each: each.is_backward))
+
+
+def _add(
+    found: dict[tuple[str, str], Blocked], walked: Sequence[tuple[Region, fx.Node, float]], strategy: AxisStrategy
+) -> None:
+    """What one axis cannot split, beside what others cannot."""
+    for region, node, received in walked:
+        place = (region.name, node.name)
+        before = found[place].received if place in found else 0.0
+        needs = SEQUENCE if _is_sequence(strategy) else ROWS
+        if place in found and found[place].needs != needs:
+            needs = f"{ROWS} and {SEQUENCE}"
+        found[place] = _described(region, node, before + received, needs)
 
 
 def _is_sequence(strategy: AxisStrategy) -> bool:
@@ -133,17 +154,25 @@ def notes_of(blocked: Sequence[Blocked]) -> tuple[str, ...]:
 
 
 class _Walk:
-    """What one axis makes of every value, where all goes by rows; other axes do nothing."""
+    """What one axis makes of every value, where all goes by rows; other axes do nothing, but for those that were
+    walked before: they do as they did.
 
-    def __init__(self, program: Program, axis: int, strategy: AxisStrategy) -> None:
+    chosen: what the axis does with each operator, by region and node; None: nothing.
+    """
+
+    def __init__(self, program: Program, axis: int, strategy: AxisStrategy, before: Sequence[_Walk] = ()) -> None:
         self.program, self.axis, self.size = program, axis, program.on_mesh.sizes[axis]
+        self.before = tuple(before)
+        self.chosen: dict[tuple[str, str], NodeStrategy | None] = {}
         self.known: Classes = value_classes(program)
         self.classes: dict[Key, Placement] = {}
         self.sums = "all_reduce" in _inside(strategy)
+        self.dim = int(_is_sequence(strategy))
         is_zigzag = program.on_mesh.axis_names[axis] in program.zigzag
         for port in program.inputs:
-            shape, dim = port.type.shape, int(_is_sequence(strategy))
-            splits = len(shape) > dim and shape[dim] % ((1 + is_zigzag) * self.size) == 0
+            shape, dim = port.type.shape, self.dim
+            size = self.size * math.prod(walk.size for walk in self.before if walk.dim == dim)
+            splits = len(shape) > dim and shape[dim] % ((1 + is_zigzag) * size) == 0
             pieces = Shard(dim, 2, True) if is_zigzag else Shard(dim)
             self.classes[self.known.of.get(("program", port.name, 0), ("program", port.name, 0))] = (
                 pieces if splits else REPLICATE
@@ -172,7 +201,7 @@ class _Walk:
                 in_backward = True
                 state |= {(name, 0): _between(state, value) for name, value in gradients.items()}
             operands = [state.get((source.name, i), REPLICATE) for source, i in map(source_of, operands_of(node))]
-            strategy = self._strategy(region, node, operands)
+            strategy = self.chosen[region.name, node.name] = self._strategy(region, node, operands)
             if strategy is None:
                 yield region, node, self._received(region, node, operands)
             for index in range(len(region.ops[node.name][0].results)):
@@ -194,7 +223,7 @@ class _Walk:
         nothing.
         """
         best, most = None, (-1, -1)
-        for strategy in columns.of_axis(region.options[node.name], self.axis):
+        for strategy in self._choices(region, node):
             wanted = [each[self.axis] for each in strategy.operands]
             pairs = list(zip(operands, wanted, strict=True))
             if not all(self._may_become(have, want) for have, want in pairs):
@@ -205,6 +234,21 @@ class _Walk:
             if rank > most:
                 best, most = strategy, rank
         return best
+
+    def _choices(self, region: Region, node: fx.Node) -> Sequence[NodeStrategy]:
+        """What the axis may do with an operator."""
+        options, place = region.options[node.name], (region.name, node.name)
+        did = {walk.axis: found.choices[walk.axis] for walk in self.before if (found := walk.chosen[place]) is not None}
+        if not any(choice.kind != "none" for choice in did.values()):
+            return columns.of_axis(options, self.axis)
+        return [
+            each
+            for each in options.strategies
+            if all(
+                axis == self.axis or (choice == did[axis] if axis in did else choice.kind == "none")
+                for axis, choice in enumerate(each.choices)
+            )
+        ]
 
     def _may_become(self, have: Placement, want: Placement) -> bool:
         """Whether a value may be read so where nothing is gathered: slices are free, terms may be summed, where the

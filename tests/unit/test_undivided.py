@@ -258,3 +258,24 @@ def test_a_frozen_bias_that_no_axis_divides() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 7).requires_grad_(False))
     given = {"input": torch.randn(4, 4)}
     assert autopar.plan(model, mesh("dp=2"), strategy="zero3", example_inputs=given).verify().ok
+
+
+class Codebooks(nn.Module):
+    """Rows of four codebooks each beside one another, as of music: they are taken apart in fours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(32, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        codes = ids.reshape(-1, 4, ids.shape[-1])
+        return self.linear(sum(self.table(codes[:, k]) for k in range(4))).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_rows_that_two_axes_divide_but_not_together_are_gathered(strategy: str) -> None:
+    """Breaks if 8 rows in fours, of which each axis of 2 × 2 gets whole ones by itself, are refused on both."""
+    ids = torch.randint(0, 32, (8, 6))
+    with pytest.warns(UserWarning, match=r"needs all rows of the batch: it is computed whole on every rank"):
+        plan = autopar.plan(Codebooks(), mesh("dp=2,tp=2"), example_inputs={"ids": ids}, strategy=strategy)
+    assert plan.verify().ok

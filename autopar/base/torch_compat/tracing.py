@@ -63,6 +63,9 @@ from autopar.base.torch_compat.trees import tree_flatten as tree_flatten
 from autopar.base.torch_compat.trees import tree_leaves_with_path as tree_leaves_with_path
 from autopar.base.torch_compat.trees import tree_unflatten as tree_unflatten
 from autopar.base.torch_compat.warned import without_warnings
+from autopar.base.torch_compat.written import is_mutable as is_mutable
+from autopar.base.torch_compat.written import storage_id as storage_id
+from autopar.base.torch_compat.written import writes_into
 
 # capture, outline: how operators are told from higher-order ones.
 OpOverload = torch._ops.OpOverload
@@ -72,22 +75,9 @@ pack_padded_sequence = torch._pack_padded_sequence  # what the functions of thes
 pad_packed_sequence = torch._pad_packed_sequence
 
 
-def is_mutable(node: fx.Node) -> bool:
-    """Whether a node changes one of its operands."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
 def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, of meta too, lie in the same memory."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
-
-
-def storage_id(value: torch.Tensor) -> int | None:
-    """A number of the memory that a tensor lies in, of meta too: two that have the same share it (`shares_storage`).
-    None where it has none, as sparse ones.
-    """
-    held = torch._C._has_storage(value)
-    return int(value.untyped_storage()._cdata) if held else None
 
 
 def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.Tensor.tolist) -> Any:
@@ -192,7 +182,7 @@ def made_of(
     held: dict[fx.Node, torch.Tensor] = {}
     read: dict[fx.Node, None] = {}
     waiting = [last]
-    while waiting:
+    while waiting or (waiting := writes_into((*needed, *held, *read), last.graph)):
         node = waiting.pop()
         if node in held or node in read:
             continue

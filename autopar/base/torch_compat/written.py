@@ -1,0 +1,50 @@
+"""What a trace writes, beside what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether a node changes one of its operands."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def storage_id(value: torch.Tensor) -> int | None:
+    """A number of the memory that a tensor lies in, of meta too: two that have the same share it. None where it has
+    none, as sparse ones.
+    """
+    held = torch._C._has_storage(value)
+    return int(value.untyped_storage()._cdata) if held else None
+
+
+def writes_into(nodes: Collection[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """The other nodes that write where some nodes lie: `n[0] = x`, which no later `n[0]` has among its operands."""
+    memory = {_memory(node) for node in nodes} - {None}
+    known = frozenset(nodes)
+    return [
+        node
+        for node in graph.nodes
+        if is_mutable(node) and node not in known and any(_memory(each) in memory for each in _written(node))
+    ]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node changes."""
+    found: list[fx.Node] = []
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.kwargs.get(argument.name, node.args[place] if place < len(node.args) else None)
+            found += [
+                each for each in (given if isinstance(given, list | tuple) else [given]) if isinstance(each, fx.Node)
+            ]
+    return found
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return storage_id(value) if isinstance(value, torch.Tensor) else None
