@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.base.huggingface.adapters import SWITCHES
+from autopar.base.huggingface.configuration import configurations
 from autopar.runtime.hooks import BACKWARD, FORWARD
 
 _WANTS, _GRAD = attrgetter("requires_grad"), attrgetter("grad")
@@ -34,9 +35,9 @@ class Snapshot:
         self._hooks = [hooks for hooks in inside if hooks]
         self._keys = [*map(tuple, self._hooks)]
         numbers = [
-            (vars(module), name, value)
-            for module in modules
-            for name, value in vars(module).items()
+            (vars(holder), name, value)
+            for holder in [*modules, *configurations(model).values()]
+            for name, value in vars(holder).items()
             if (type(value) in (bool, int, float) and name != "training") or name in SWITCHES
         ]
         self._holders, self._names = [held for held, *_ in numbers], [name for _, name, _ in numbers]

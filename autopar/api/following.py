@@ -9,14 +9,15 @@ from torch import nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import SWITCHES
+from autopar.base.huggingface.configuration import configurations
 
 Number = tuple[str, object]
 """The path of a number or flag of a module, and what it is now."""
 
 
 class _Number(NamedTuple):
-    """A number or flag of a module, as it was when the model was compiled. planned, held: the attributes of the module
-    that programs are traced from, and of the user's.
+    """A number or flag of a module, or of a configuration, as it was when the model was compiled. planned, held: the
+    attributes of the one that programs are traced from, and of the user's.
     """
 
     planned: dict[str, Any]
@@ -31,14 +32,14 @@ class _Number(NamedTuple):
 
 
 Compiled = dict[tuple[int, str], bool | float | int]
-"""Numbers and flags by module and name."""
+"""Numbers and flags by module and name; configurations are counted behind the modules."""
 
 
 def numbers_of(blueprint: nn.Module) -> Compiled:
     """The numbers and flags that a model is compiled with."""
     return {
         (place, name): value
-        for place, module in enumerate(blueprint.modules())
+        for place, module in enumerate([*blueprint.modules(), *configurations(blueprint).values()])
         for name, value in vars(module).items()
         if type(value) in (bool, float, int) and name != "training" and name not in SWITCHES
     }
@@ -71,8 +72,14 @@ class Following:
     def _followed_numbers(self, planned: list[nn.Module], theirs: list[nn.Module]) -> tuple[Number, ...]:
         if self._numbers is None:
             paths = [path for path, _ in self.blueprint.named_modules(remove_duplicate=True)]
+            own, held = configurations(self.blueprint), configurations(self.model)
+            ours = [vars(each) for each in (*planned, *own.values())]
+            yours = [vars(each) for each in (*theirs, *held.values())]
+            if own.keys() != held.keys():  # other objects than there were are followed no more
+                yours = [*yours[: len(theirs)], *ours[len(planned) :]]
+            paths += own
             self._numbers = [
-                _Number(vars(planned[place]), vars(theirs[place]), name, value, f"{paths[place]}.{name}".lstrip("."))
+                _Number(ours[place], yours[place], name, value, f"{paths[place]}.{name}".lstrip("."))
                 for (place, name), value in self._compiled.items()
             ]
         changed = []

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import nn
+
 from autopar.base.errors import AutoparError
 
 LARGEST = 1 << 40
@@ -90,3 +92,15 @@ def _refusal(name: str, why: str) -> AutoparError:
     return AutoparError(
         f"The configuration's {name[:80]} does not serve", values=why, remedy="Check it, or take another configuration"
     )
+
+
+def configurations(model: nn.Module) -> dict[str, Any]:
+    """The configurations that forwards of a model's modules read (`self.config.output_hidden_states`), each once, by
+    the path of the first module that has it.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in model.named_modules():
+        config = vars(module).get("config")
+        if config is not None and hasattr(config, "__dict__") and not isinstance(config, nn.Module | type):
+            found.setdefault(id(config), (f"{path}.config".lstrip("."), config))
+    return dict(found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "one more hook": lambda model: model[0].register_forward_hook(_hook),
     "no hook": lambda model: model[0]._forward_hooks.clear(),
     "a number": lambda model: setattr(model[1], "p", 0.25),
+    "a configuration": lambda model: setattr(model[2].config, "output_hidden_states", True),
     "a class": lambda model: setattr(model[2], "__class__", nn.Identity),
     "frozen": lambda model: model[0].weight.requires_grad_(False),
     "a gradient": _with_grad,
@@ -44,6 +46,7 @@ def test_each_change_is_seen(name: str) -> None:
     """Breaks if a call goes on as the one before though the model is another, or if what nobody tells ends it."""
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Sequential())
     model[0].register_forward_hook(_hook)
+    model[2].config = SimpleNamespace(output_hidden_states=False)
     snapshot = Snapshot(model)
     with torch.no_grad():
         model[0].weight.mul_(2)
