@@ -287,7 +287,7 @@ def _captured(request: Attempt) -> Program:
 
     first = one_microbatch(request.inputs, request.microbatches) if request.microbatches > 1 else None
     whole = request.captured.get("whole")
-    if whole is None or (whole.branches and not tells_ways):
+    if whole is None or ((whole.branches or whole.carried) and not tells_ways):
         whole = request.captured["whole"] = captured(request.inputs)
     if first is None:
         return replace(whole, share=_share(request))

@@ -36,6 +36,7 @@ from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.branches import Branches, ways_of
 from autopar.passes.by_value import ByValue, candidates
+from autopar.passes.carried import Carries
 from autopar.passes.checks import ChecksPass
 from autopar.passes.chosen_functions import Chosen
 from autopar.passes.chosen_operators import FIRST, SECOND
@@ -95,7 +96,7 @@ def capture(
         if not start_of(model).wanted and all(caches.of_blocks(inputs[name]) for name in caches.states_among(inputs)):
             with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
                 program = _with_repeated_blocks(
-                    model, precision, batch, names, chosen, bool(caches.states_among(inputs))
+                    model, precision, batch, names, chosen, bool(caches.states_among(inputs)), tells_ways
                 )
         return (
             _whole(model, precision, batch, names, inputs, chosen, tells_ways, training) if program is None else program
@@ -163,9 +164,11 @@ def _with_repeated_blocks(
     names: list[str | None],
     chosen: Chosen,
     with_cache: bool,
+    carries_values: bool,
 ) -> Program | None:
     """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
-    where buffers change, and what does not trace, so that the whole trace tells what is wrong.
+    where buffers change or values are left on modules, and what does not trace, so that the whole trace tells what is
+    wrong.
     """
     blocks = Blocks(model, with_cache=with_cache)
     if len(blocks.paths) < LEAST_BLOCKS:
@@ -176,11 +179,16 @@ def _with_repeated_blocks(
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             counted = CountedRows(chosen, numbers := Numbers())
             kept, telling = Kept(clone), Telling(clone, values_of(model), start_of(model), Wanted(), numbers)
-            clone.forward = Ragged(numbers).within(telling.within(kept.within(counted.within(clone.forward))))
+            carries = Carries(clone, numbers, (), telling.made)
+            clone.forward = kept.within(counted.within(clone.forward))
+            clone.forward = carries.within(clone.forward) if carries_values else clone.forward
+            clone.forward = Ragged(numbers).within(telling.within(clone.forward))
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
                 checks, reads = ChecksPass(clone), PlainReads(counted)
                 with compat.traced_in(mode), numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
+                if carries.carried:
+                    return None
                 if inner_gradients.is_within(exported):
                     return None  # they go through blocks, which have to be there
                 written = [
@@ -234,7 +242,9 @@ def _whole(
         if wanted:
             put_buffer(clone, BUFFER, wanted.length, mode)
         telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
-        clone.forward = telling.within(kept.within(counted.within(clone.forward)))
+        carries = Carries(clone, numbers, wanted.held, telling.made)
+        clone.forward = kept.within(counted.within(clone.forward))
+        clone.forward = telling.within(carries.within(clone.forward) if tells_ways else clone.forward, carries)
         clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers, usual).within(clone.forward)
@@ -270,8 +280,8 @@ def _whole(
         differing = known.looked_up & known.decided.keys()
         if not differing:
             try:
-                program = usual.noted(to_program(model, precision, exported, names, branches=branches.taken))
-                program = with_told(program, telling.told)
+                program = to_program(model, precision, exported, names, None, branches.taken, carries.carried)
+                program, kept.carried = with_told(usual.noted(program), telling.told), carries.names
                 break
             except Decides as error:
                 if changed is not None:

@@ -151,7 +151,7 @@ def interface_of(program: Program) -> ProgramInterface:
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
         program.microbatches * program.together, updates, pipeline_interface(program), program.by_value,
         program.granted, experts=exchanged_experts(program), beside=beside, branches=program.branches,
-        told=() if program.told is None else program.told.words,
+        told=() if program.told is None else program.told.words, carried=program.carried,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -37,14 +37,14 @@ class Kept:
 
     def __init__(self, model: nn.Module, told: Collection[Held] = ()) -> None:
         self._model, self._told = model, frozenset(told)
+        self.carried: frozenset[Held] = frozenset()
         self._names: dict[str, None] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """In words, what forward sets and nothing in a program does."""
-        if not self._names:
+        if not (names := ", ".join(name for name in self._names if name not in set(map(str, self.carried)))):
             return ()
-        names = ", ".join(self._names)
         return (f"forward() sets {names}, which a program does not: return what is to be read behind it",)
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,8 +56,8 @@ class Kept:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = {path: dict(vars(module)) for path, module in _modules_of(self._model, "")}
-            counted = dict(self._counted())
+            before = {path: dict(vars(module)) for path, module in modules_of(self._model, "")}
+            counted, sizes = dict(self._counted()), dict(self._sizes())
             held = {id(each): dict(each) for each in globals_of(self._model)}
             found = forward(*args, **kwargs)
             for each in globals_of(self._model):
@@ -65,13 +65,21 @@ class Kept:
                     was = held.get(id(each), each).get(name)
                     if type(value) in _NUMBERS and type(was) in _NUMBERS and value != was:
                         self._look_at_global(name)
-            for path, module in _modules_of(self._model, ""):
+            for path, module in modules_of(self._model, ""):
                 for name, value in dict.items(vars(module)):
                     was = before.get(path, {}).get(name)
-                    if value is not was and name not in _OWN and Held(path, name) not in self._told:
+                    if value is not was and name not in OWN and Held(path, name) not in self._told:
                         self._look_at(path, name, was, value)
+            for each_list, size in self._sizes():
+                if size > sizes.get(each_list, size):
+                    self._names[str(each_list)] = None
             changed = [
-                held for held, value in self._counted() if value != counted.get(held, 0) and held not in self._told
+                entry
+                for entry, value in self._counted()
+                if value != (was := counted.get(entry, 0))
+                and (value == value or was == was)  # NaN is no other number than NaN
+                and entry not in self._told
+                and (entry in counted or type(entry.keys[-1]) is str)
             ]
             if changed:
                 raise _told_needed(changed, "an entry of an attribute in Python", None)
@@ -81,10 +89,17 @@ class Kept:
 
     def _counted(self) -> Iterator[tuple[Held, int | float | bool]]:
         """The numbers in dicts and lists that modules have."""
-        for path, module in _modules_of(self._model, ""):
+        for path, module in modules_of(self._model, ""):
             for name, value in dict.items(vars(module)):
-                if name not in _OWN and not name.startswith("_") and type(value) in _HOLDING:
+                if name not in OWN and not name.startswith("_") and type(value) in _HOLDING:
                     yield from ((Held(path, name, keys), number) for keys, number in _entries(value, ()))
+
+    def _sizes(self) -> Iterator[tuple[Held, int]]:
+        """How long the lists are that modules have."""
+        for path, module in modules_of(self._model, ""):
+            for name, value in dict.items(vars(module)):
+                if name not in OWN and not name.startswith("_") and type(value) in (list, deque):
+                    yield Held(path, name), len(value)
 
     def _look_at(self, path: str, name: str, was: Any, value: Any) -> None:
         if type(value) is bool and type(was) is bool:
@@ -96,6 +111,8 @@ class Kept:
             return
         full = f"{path}.{name}" if path else name
         line = _line_that_goes_by(self._model, name, is_number)
+        if line is not None and type(was) in _NUMBERS and isinstance(value, Tensor) and value.numel() == 1:
+            raise _told_needed([Held(path, name)], "an attribute in Python", line)
         if is_number and _is_counted(self._model, name):
             raise _told_needed([Held(path, name)], "an attribute in Python", line)
         if line is not None:
@@ -110,7 +127,7 @@ class Kept:
 
     def _look_at_flag(self, path: str, name: str) -> None:
         """A flag that changes: where tensors are set with it, they are made in each step, as in the first."""
-        uses = [_Uses.of(source.tree, name) for _, source in _called(self._model)]
+        uses = [_Uses.of(source.tree, name) for _, source in called(self._model)]
         held = dict.items(vars(self._model.get_submodule(path)))
         makes = [x for other, x in held if isinstance(x, Tensor) and Held(path, other) not in self._told]
         makes = [x for x in makes if compat.node_of(x) is not None]
@@ -118,7 +135,7 @@ class Kept:
             raise _told_needed([Held(path, name)], "an attribute in Python", None)
 
     def _look_at_global(self, name: str) -> None:
-        for code, source in _called(self._model):
+        for code, source in called(self._model):
             for node in ast.walk(source.tree):
                 if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
                     if isinstance(source.parents[node], ast.BinOp) and _is_set_by(source, node, name):
@@ -126,7 +143,7 @@ class Kept:
                     raise AutoparError(
                         f"forward() changes {name}, a global in Python, and goes by it: a program does as in its first "
                         "step",
-                        where=_place(code, node),
+                        where=place_in(code, node),
                         remedy="keep it in a buffer (self.register_buffer in __init__, += 1 in forward), or change it "
                         "outside of forward()",
                     )
@@ -147,7 +164,7 @@ class Kept:
         return False
 
 
-_OWN = ("_parameters", "_buffers", "_modules", "training")
+OWN = ("_parameters", "_buffers", "_modules", "training")
 _HOLDING = (dict, list, defaultdict, Counter, OrderedDict)
 _DEEPEST = 3
 """Dicts and lists within others that are looked at."""
@@ -178,7 +195,7 @@ def _told_needed(held: Sequence[Held], what: str, line: str | None) -> ToldNeede
 
 def _is_counted(model: nn.Module, name: str) -> bool:
     """Whether a statement makes an attribute of what it was, and none before sets it anew in every forward."""
-    for _, source in _called(model):
+    for _, source in called(model):
         sets = _Uses.of(source.tree, name).sets
         counts = [each.lineno for each in sets if _goes_on(each, name)]
         anew = [each.lineno for each in sets if isinstance(source.parents[each], ast.FunctionDef)]
@@ -187,17 +204,17 @@ def _is_counted(model: nn.Module, name: str) -> bool:
     return False
 
 
-def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """As `named_modules()`, unseen by who notes what is read of modules (`blocks/recording.py`)."""
     yield path, module
     for name, child in dict.items(vars(module)["_modules"]):
         if isinstance(child, nn.Module):
-            yield from _modules_of(child, f"{path}.{name}" if path else name)
+            yield from modules_of(child, f"{path}.{name}" if path else name)
 
 
 def globals_of(model: nn.Module) -> list[dict[str, Any]]:
     """The globals of the files that a model's own classes are of."""
-    files = dict.fromkeys(type(module).__module__ for _, module in _modules_of(model, ""))
+    files = dict.fromkeys(type(module).__module__ for _, module in modules_of(model, ""))
     own = (name for name in files if name.partition(".")[0] not in ("torch", "autopar", "transformers"))
     return [vars(sys.modules[name]) for name in own if name in sys.modules]
 
@@ -215,14 +232,14 @@ def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | No
     """A line of forward, or of what it calls, in which an attribute is what the last step made it; None if there is
     none. Only changes that go on are meant: a number that is counted on, a tensor that is read before it is set.
     """
-    found, lines = [_Uses.of(source.tree, name) for _, source in _called(model)], list[str]()
-    for (code, source), uses in zip(_called(model), found, strict=True):
+    found, lines = [_Uses.of(source.tree, name) for _, source in called(model)], list[str]()
+    for (code, source), uses in zip(called(model), found, strict=True):
         reads = [node for node in uses.reads if not _is_compared_to_none(source.parents[node])]
-        lines += [_place(code, node) for node in reads if is_number and node not in uses.in_sets]
+        lines += [place_in(code, node) for node in reads if is_number and node not in uses.in_sets]
         is_lazy = any(node in uses.reads for each in uses.sets for node in _tests_around(each, source))
         if not is_number and uses.sets and not is_lazy:
             first = min(each.lineno for each in uses.sets)
-            lines += [_place(code, node) for node in reads if node.lineno <= first]
+            lines += [place_in(code, node) for node in reads if node.lineno <= first]
     if is_number and not _is_counted(model, name):
         return None  # set anew in every forward, or by who knows what
     return next(iter(lines), None)
@@ -255,7 +272,8 @@ def _tests_around(node: ast.AST, source: Source) -> Iterator[ast.AST]:
         node = above
 
 
-def _place(code: CodeType, node: Any) -> str:
+def place_in(code: CodeType, node: Any) -> str:
+    """File and line of a part of a function's source."""
     return f"{code.co_filename.rpartition('/')[2]}:{node.lineno}"
 
 
@@ -276,7 +294,7 @@ def _goes_on(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Assign) and any(_reads(each, name) for each in ast.walk(node.value))
 
 
-def _called(model: nn.Module) -> Iterator[tuple[CodeType, Source]]:
+def called(model: nn.Module) -> Iterator[tuple[CodeType, Source]]:
     """The functions of a model's classes that forward calls by their names."""
     functions: dict[str, dict[CodeType, None]] = {}
     for kind in dict.fromkeys(type(module) for module in model.modules()):

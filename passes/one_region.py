@@ -14,6 +14,7 @@ from autopar.base.torch_compat import tracing as compat
 from autopar.ir.program import BRANCH, Branch, Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
+from autopar.ir.told import Carried
 from autopar.ir.values import Port, Slot, ValueRef, Variable
 from autopar.passes import inner_gradients, mutation
 from autopar.passes.blocks import words
@@ -40,10 +41,11 @@ def to_program(
     names: list[str | None],
     blocks: Blocks | None = None,
     branches: Sequence[Branch] = (),
+    carried: Sequence[Carried] = (),
 ) -> Program:
     """names: of the leaves of the batch, None for those that are no tensors. blocks: those that were traced once, whose
     repetitions are written out. branches: where there are any, the number of the first that goes another way is
-    returned beside the results.
+    returned beside the results. carried: what forward leaves on modules, returned beside them likewise.
 
     Raises:
         AutoparError: what a program cannot say: autocast in forward, inputs and parameters that change, outputs that
@@ -96,7 +98,7 @@ def to_program(
     buffers = {alias: variables[name].type.dtype for alias, name in (*zip(variables, variables), *tied.items())}
     frozen = _frozen(variables)
     outputs, output_names, output_leaves, changed, places = _outputs(
-        exported, graph, row_of, buffers, frozen, bool(branches)
+        exported, graph, row_of, buffers, frozen, bool(branches), len(carried)
     )
     for name in {tied.get(name, name) for name in changed}:  # as a buffer: whole on every rank, in its own dtype
         variables[name] = replace(variables[name], is_parameter=False)
@@ -114,20 +116,22 @@ def to_program(
         tuple(ValueRef(0, i) for i in range(len(output_names))),
         output_names,
         tuple(variables.values()),
-        output_spec=_spec_of(exported, bool(branches)),
+        output_spec=_spec_of(exported, bool(branches), bool(carried)),
         output_leaves=output_leaves,
         constants=constants,
         updates=tuple(updated),
         folded=folded,
         notes=notes,
         branches=tuple(branches),
+        carried=tuple(carried),
     )
 
 
-def _spec_of(exported: torch.export.ExportedProgram, has_branches: bool) -> Any:
+def _spec_of(exported: torch.export.ExportedProgram, has_branches: bool, has_carried: bool) -> Any:
     """The spec of what the model returns."""
     spec: Any = exported.call_spec.out_spec
-    return spec.child(0) if has_branches else spec
+    spec = spec.child(0) if has_branches else spec
+    return spec.child(0) if has_carried else spec
 
 
 def _written_out(
@@ -264,6 +268,7 @@ def _outputs(
     buffers: Mapping[str, torch.dtype],
     frozen: Container[str],
     has_branches: bool,
+    num_carried: int,
 ) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | str | None, ...], tuple[str, ...], dict[int, str]]:
     """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, a
     text, or None; then the names of the buffers that the remaining values replace; and the names of outputs by their
@@ -275,8 +280,12 @@ def _outputs(
     """
     output = next(node for node in graph.nodes if node.op == "output")
     specs = exported.graph_signature.output_specs
-    count = sum(spec.kind.name == "USER_OUTPUT" for spec in specs) - has_branches
-    every = (*compat.output_names(_spec_of(exported, has_branches), count), *((BRANCH,) if has_branches else ()))
+    count = sum(spec.kind.name == "USER_OUTPUT" for spec in specs) - has_branches - num_carried
+    every = (
+        *compat.output_names(_spec_of(exported, has_branches, num_carried > 0), count),
+        *(f"left_{number}" for number in range(num_carried)),
+        *((BRANCH,) if has_branches else ()),
+    )
     results: list[fx.Node] = []
     leaves: list[int | str | None] = []
     changed: dict[str, fx.Node] = {}
@@ -322,7 +331,7 @@ def _outputs(
     return (
         ports,
         names,
-        tuple(leaves[: len(leaves) - has_branches]),
+        tuple(leaves[: len(leaves) - has_branches - num_carried]),
         tuple(changed),
         {place: every[leaf] for place, leaf in leaf_at.items()},
     )

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import frame_of_model
-from autopar.passes.source import is_only_handed_out
+from autopar.passes.source import is_only_added, is_only_handed_out
 
 MOST_RETURNED = 64
 """Numbers that a forward returns."""
@@ -63,7 +63,8 @@ class Numbers(TorchFunctionMode):
             return _READ[func](self, args[0])
         if func in _PLAIN and self._is_read(args[0], Tensor.item) and args[0].numel() == 1:
             frame = frame_of_model(sys._getframe(1), own=True)
-            if frame is not None and is_only_handed_out(frame, "float" if func is Tensor.__float__ else "int"):
+            name = "float" if func is Tensor.__float__ else "int"
+            if frame is not None and (is_only_handed_out(frame, name) or is_only_added(frame, name)):
                 return self._as_plain(args[0], func)
         name = getattr(func, "__name__", "")
         if name == "__format__" and self.is_number(args[0]):
@@ -95,7 +96,7 @@ class Numbers(TorchFunctionMode):
             AutoparError: there are more than `MOST_RETURNED`.
         """
         leaves, spec = compat.tree_flatten(results)
-        read = [each if self.is_number(each) else self._made_plain(each) for each in leaves]
+        read = [each if self.is_number(each) else self.made_plain(each) for each in leaves]
         count = sum(each is not None for each in read)
         if count > MOST_RETURNED:
             raise AutoparError(
@@ -140,9 +141,10 @@ class Numbers(TorchFunctionMode):
 
     def is_made_plain(self, value: int | float) -> bool:
         """Whether a number is one that `float(x)` or `int(x)` gave."""
-        return self._made_plain(value) is not None
+        return self.made_plain(value) is not None
 
-    def _made_plain(self, value: Any) -> Tensor | None:
+    def made_plain(self, value: Any) -> Tensor | None:
+        """The tensor of a number that `float(x)` or `int(x)` gave; None of others."""
         held = self._plain.get(id(value))
         return held[1] if held is not None and held[0] is value else None
 

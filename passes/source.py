@@ -155,6 +155,15 @@ def is_only_handed_out(frame: FrameType, function: str) -> bool:
     return source is not None and asked is not None and _is_returned(asked, source, frozenset())
 
 
+def is_only_added(frame: FrameType, function: str) -> bool:
+    """Whether what a frame asks of a function is put into a list that a module has: `self.log.append(float(x))`."""
+    source, asked = call_asked(frame, function)
+    above = None if source is None or asked is None else source.parents.get(asked)
+    if not isinstance(above, ast.Call) or not isinstance(above.func, ast.Attribute) or above.func.attr != "append":
+        return False
+    return isinstance(above.func.value, ast.Attribute | ast.Subscript)
+
+
 def _is_returned(node: ast.AST, source: Source, names: frozenset[str]) -> bool:
     parent = source.parents.get(node)
     if isinstance(parent, ast.Return):

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
-from autopar.passes import recurrent, sparse, taken_gradients
+from autopar.passes import recurrent, sparse, spectra, taken_gradients
 
 
 def _gaussian_nll_loss(
@@ -256,6 +256,7 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.corrcoef: _corrcoef,
     **recurrent.FUNCTIONS,
     **sparse.FUNCTIONS,
+    **spectra.FUNCTIONS,
     **taken_gradients.FUNCTIONS,
 }
 

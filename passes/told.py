@@ -16,6 +16,7 @@ import math
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,7 @@ from autopar.ir.told import (
     MOST_NUMBERS,
     After,
     Asked,
+    Carried,
     Draw,
     Generators,
     Held,
@@ -48,6 +50,7 @@ from autopar.ir.told import (
     ToldNeeded,
     Wanted,
 )  # fmt: skip
+from autopar.passes.carried import Carries
 from autopar.passes.checks import frame_of_model
 from autopar.passes.draws import draws
 from autopar.passes.kept import globals_of
@@ -117,8 +120,8 @@ class Telling(TorchFunctionMode):
         found = tuple(self._sources), tuple(self._asked), tuple(self._after)
         return Told(*found, self._wanted.length, start, self._rows)
 
-    def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that is told its numbers."""
+    def within(self, forward: Callable[..., Any], carries: Carries | None = None) -> Callable[..., Any]:
+        """A forward that is told its numbers. carries: says what it leaves otherwise."""
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +135,8 @@ class Telling(TorchFunctionMode):
             with _replaced(self._model, self._instead):
                 found = forward(*args, **kwargs)
             for held in sorted(self._wanted.held, key=str):
-                self._leave(held)
+                if carries is None or held not in carries.names:
+                    self._leave(held)
             return found
 
         return run
@@ -169,7 +173,7 @@ class Telling(TorchFunctionMode):
         if isinstance(value, Tensor):
             with compat.outside_of_tracing():
                 kind = bool if value.dtype == torch.bool else float if value.is_floating_point() else int
-            made = self._made(value)
+            made = self.made(value)
             if made is None:
                 raise AutoparError(
                     f"forward() changes {held}, an attribute in Python, by what it computes of the batch",
@@ -192,7 +196,7 @@ class Telling(TorchFunctionMode):
             and not (func is Tensor.item and args[0].dtype != torch.bool)
         ):
             return self._read(func, args)
-        if func in _TEXT and isinstance(args[0], Tensor) and self._made(args[0]) is not None:
+        if func in _TEXT and isinstance(args[0], Tensor) and self.made(args[0]) is not None:
             return self._text(func, args)
         drawn = _draw_of(func, args, kwargs, self._rows, sys._getframe(1))
         if drawn is not None:
@@ -206,7 +210,7 @@ class Telling(TorchFunctionMode):
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         asked, frame = args[0], sys._getframe(2)
-        made = self._made(asked) if asked.numel() == 1 else None
+        made = self.made(asked) if asked.numel() == 1 else None
         if made is not None:
             return self._answer(made, _READING[func], frame)
         try:
@@ -218,7 +222,7 @@ class Telling(TorchFunctionMode):
             needed.draws = frozenset({"torch"})
             raise needed from error
 
-    def _made(self, asked: Tensor) -> Made | None:
+    def made(self, asked: Tensor) -> Made | None:
         """How a traced tensor is made of what is told; None of others."""
         node = None if self._buffer is None else compat.node_of(self._buffer)
         last = compat.node_of(asked)
@@ -247,7 +251,7 @@ class Telling(TorchFunctionMode):
         """A number written down: where somebody reads it, as it is in the step that is traced."""
         frame = frame_of_model(sys._getframe(2), own=True)
         source, node = (None, None) if frame is None else expression_asked(frame)
-        made = self._made(args[0])
+        made = self.made(args[0])
         assert made is not None
         kind = bool if args[0].dtype == torch.bool else float if args[0].is_floating_point() else int
         if source is not None and node is not None and is_said(node, source):
@@ -312,7 +316,7 @@ class Telling(TorchFunctionMode):
             number = self._number_of(draw, value)
             if draw.name != "choice" or isinstance(args[0], int):
                 return number
-            made = self._made(number)
+            made = self.made(number)
             return args[0][self._answer(made, int, frame)]
         self._element(draw, [value])
         self._answer(None, int, frame)
@@ -354,6 +358,13 @@ class Redrawn(TorchFunctionMode):
         shape, dtype = drawn[1]
         found = torch.tensor(self._drawn.pop(0), dtype=dtype).reshape(shape)
         return args[0].copy_(found) if drawn[0].name in IN_PLACE else found
+
+
+def left_on(model: nn.Module, carried: Sequence[Carried]) -> list[Any]:
+    """What a forward in eager has just left on its modules; it is taken from lists."""
+    added = Counter(each.held for each in carried if each.appends)
+    found = {held: [held.of(model).pop() for _ in range(count)] for held, count in added.items()}
+    return [found[each.held].pop() if each.appends else each.held.of(model) for each in carried]
 
 
 @contextmanager

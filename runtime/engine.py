@@ -194,7 +194,7 @@ class Engine:
                 each._hooked = partial(hooked.add, place)
         if interface.pipeline is not None and not (self._wants_turns and torch.is_grad_enabled()):
             let_arrive(seen, self._pipelines[executable.key], self.comm, self.first_times.arrive)
-        output = executable.rebuild_output(seen)
+        output = executable.output_of(seen, self.model)
         if given is not None and executable.repeats and interface.pipeline is None:
             held = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]
             with_what = (call, given.leaves, batch.inputs, seen, output, held, constants)

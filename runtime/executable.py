@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime.added import Added
@@ -58,6 +58,14 @@ class Executable:
     repeats: bool = False
     goes: Callable[[tuple[bool, ...] | None], None] | None = None
     told: Tells | None = None
+
+    def output_of(self, values: Sequence[Any], model: nn.Module) -> Any:
+        """What the model's own forward would return; what it leaves on modules is there."""
+        carried = self.interface.carried
+        first = len(values) - len(carried) - bool(self.interface.branches)
+        for each, value in zip(carried, values[first:], strict=False):
+            each.leave(model, value)
+        return self.rebuild_output(values)
 
     def goes_another_way(self, outputs: Sequence[Tensor | None], drawn: Tensor, device: torch.device) -> bool:
         """Whether a batch goes another way than this program, at a branch that values decide: then the next executable

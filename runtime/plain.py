@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import tree_flatten, tree_unflatten
 from autopar.ir.interface import TensorInterface
+from autopar.runtime.apart import apart
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import Tensors
 from autopar.runtime.step import Step, gathered, once
@@ -40,7 +41,7 @@ class _PlainNode(torch.autograd.Function):
         interface = step.batch.interface
         with torch.no_grad():
             done = step.forward(state)
-            outputs = _gathered(step, done.outputs)
+            outputs = apart(_gathered(step, done.outputs))
         updates.update(done.updates)
         # The state too: autograd then says so itself when a parameter changes between forward and backward.
         leaves, ctx.spec = tree_flatten((done.saved, done.held, done.states))
@@ -52,7 +53,7 @@ class _PlainNode(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(value for value, entry in zip(outputs, interface.outputs, strict=True) if not entry.may_receive)
         )
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

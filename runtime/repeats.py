@@ -361,7 +361,7 @@ def repeat_of(
     """
     interface = executable.interface
     others = (interface.pipeline, executable.added, *interface.updates, *interface.by_value, *interface.branches)
-    others = (*others, *interface.told)
+    others = (*others, *interface.told, *(str(each.held) for each in interface.carried))
     if any(each is not None for each in others) or not executable.repeats or interface.microbatches != 1:
         return None
     if program.draws or any(entry.block is not None for entry in (*interface.inputs, *interface.outputs)):

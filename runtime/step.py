@@ -15,6 +15,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, tree_flatten, tree_unflatten
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
+from autopar.runtime.apart import apart
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.input_gradients import InputGradients, as_handed_in, wanted_of
 from autopar.runtime.layout import in_blocks, local_part_shape, piece_of_block, redistribute, resized, shard
@@ -330,6 +331,7 @@ class _Node(torch.autograd.Function):
         interface, parameters = step.batch.interface, given[:count]
         with torch.no_grad():
             done = step.forward(state_of(interface, parameters, buffers))
+            outputs = apart(done.outputs)
         updates.update(done.updates)
         # Through save_for_backward, so that activations, and parameters held for the step, are freed with the graph,
         # and kept by retain_graph.
@@ -341,9 +343,9 @@ class _Node(torch.autograd.Function):
         ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(value for value, entry in zip(done.outputs, interface.outputs) if not entry.may_receive)
+            *(value for value, entry in zip(outputs, interface.outputs) if not entry.may_receive)
         )
-        return done.outputs
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

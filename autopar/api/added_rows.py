@@ -58,7 +58,7 @@ def rows_added(
         capture(model, _with_rows(names, rows, num, {}).pad_tree(inputs), precision=precision, training=training)
         for num in (rows + more, 2 * (rows + more))
     ]
-    if any(x.updates or x.by_value or x.granted or x.branches or x.told is not None for x in captured):
+    if any(x.updates or x.by_value or x.granted or x.branches or x.told is not None or x.carried for x in captured):
         raise AutoparError("the model keeps statistics of the rows of a batch, or does what their values say")
     outputs, fill = rows_to_add(captured[0], captured[1])
     if set(fill) - set(names):

@@ -36,7 +36,7 @@ from autopar.ir.values import ValueRef, gradient_key
 from autopar.machine.mesh import Mesh
 from autopar.passes.branches import put_ways
 from autopar.passes.emit import emit, interface_of
-from autopar.passes.told import as_told
+from autopar.passes.told import as_told, left_on
 from autopar.runtime.branches import other_ways
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
@@ -380,7 +380,8 @@ def _run(
     draws = handed(draws_of(program, seed))
     with draws, as_told(model, program.told):
         output = _eager(model, inputs)
-    results = tuple(x for x in map(_as_tensor, tracing.tree_flatten(output)[0]) if x is not None)
+        left = left_on(model, program.carried)
+    results = tuple(x for x in map(_as_tensor, [*tracing.tree_flatten(output)[0], *left]) if x is not None)
     if program.branches:  # the program's last output: it is to go the ways that eager does
         results = (*results, torch.tensor(len(program.branches)))
     if program.training:

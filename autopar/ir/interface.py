@@ -48,6 +48,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.meaning import Meaning
 from autopar.ir.sharding import Sharding
+from autopar.ir.told import Carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,8 @@ class ProgramInterface:
     the program does: it is for no others. granted: what it takes for granted of values, in words: where it is not so,
     its outputs are NaN. branches: those that values decide: which way each goes here, and its line; the last output,
     which no user sees, is then the number of the first that goes another way, how many there are where none does.
-    told: Python's numbers that are told in each step (`told.py`), in words.
+    told: Python's numbers that are told in each step (`told.py`), in words. carried: what a step leaves on modules:
+    outputs behind the user's.
     meaning: what outputs and gradients are, whoever computes them; None for a plan of an autopar that did not say.
     experts: its layers of experts that are exchanged, in order. beside: where two microbatches go through the program
     together, what it adds to the names of the second one's inputs and outputs; "" where one does.
@@ -183,6 +185,7 @@ class ProgramInterface:
     beside: str = ""
     branches: tuple[tuple[bool, str], ...] = ()
     told: tuple[str, ...] = ()
+    carried: tuple[Carried, ...] = ()
 
     @property
     def together(self) -> int:

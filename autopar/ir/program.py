@@ -31,7 +31,7 @@ from autopar.ir.placement import Overlap, Placement, PlacementResult, SharedPara
 from autopar.ir.region import Call, Region
 from autopar.ir.stages import Pipeline, Share
 from autopar.ir.tensor_type import TensorType
-from autopar.ir.told import Told
+from autopar.ir.told import Carried, Told
 from autopar.ir.values import Port, ValueRef, Variable
 from autopar.machine.mesh import Mesh
 
@@ -91,6 +91,7 @@ class Program:
     by_value: inputs whose values the program is for; of others only shapes.
     granted: what is taken for granted of values; where it is not so, outputs are NaN. branches: which way those go that
     values decide; where there are any, the last output is the number of the first that goes another way.
+    carried: what forward leaves on modules, outputs behind the user's.
     told: of Python's numbers that differ from step to step; known where it was traced.
     together: how many microbatches go through the program at once, each with ports of its own; single: then the placed
     program of one of them.
@@ -126,6 +127,7 @@ class Program:
     by_value: tuple[str, ...] = ()
     granted: tuple[str, ...] = ()
     branches: tuple[Branch, ...] = ()
+    carried: tuple[Carried, ...] = ()
     told: Told | None = field(default=None, repr=False, compare=False)
     together: int = 1
     single: Program | None = field(default=None, repr=False, compare=False)

@@ -85,6 +85,36 @@ Source = Draw | Held
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """A single value that a step leaves on a module. appends: put behind what a list has, not set. kind: float, int or
+    tensor.
+    """
+
+    held: Held
+    appends: bool
+    kind: str
+
+    def leave(self, model: nn.Module, value: Any) -> None:
+        """Have it be there."""
+        if self.kind != "tensor":
+            value = (int if self.kind == "int" else float)(value.detach())
+        if self.appends:
+            self.held.of(model).append(value)
+        else:
+            self.held.put(model, value)
+
+    def data(self) -> list[Any]:
+        """JSON-ready."""
+        return [self.held.path, self.held.name, list(self.held.keys), self.appends, self.kind]
+
+    @staticmethod
+    def of_data(data: Sequence[Any]) -> Carried:
+        """What `data` gave."""
+        path, name, keys, appends, kind = data
+        return Carried(Held(path, name, tuple(keys)), appends, kind)
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
     """How a number is made of others, as operators on tensors. steps: of each its function and what it is given, where
     a `Step` stands for what an earlier one gave; the first is the buffer.

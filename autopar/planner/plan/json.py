@@ -30,6 +30,7 @@ from autopar.ir.interface import (
 from autopar.ir.meaning import Meaning
 from autopar.ir.program import AttentionSite
 from autopar.ir.sharding import format_sharding, parse_sharding
+from autopar.ir.told import Carried
 from autopar.machine import hardware_data
 from autopar.machine.mesh import Mesh
 from autopar.pipeline import PassTime
@@ -263,6 +264,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         whole["branches"] = [list(each) for each in interface.branches]
     if interface.told:
         whole["told"] = list(interface.told)
+    if interface.carried:
+        whole["carried"] = [each.data() for each in interface.carried]
     if interface.experts:
         whole["experts"] = [asdict(layer) for layer in interface.experts]
     if interface.beside:
@@ -354,4 +357,5 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
         data.get("beside", ""),
         tuple((bool(way), str(line)) for way, line in data.get("branches", ())),
         tuple(data.get("told", ())),
+        tuple(Carried.of_data(each) for each in data.get("carried", ())),
     )  # fmt: skip

@@ -163,6 +163,7 @@ class InterfaceRow(TypedDict):
     beside: NotRequired[str]
     branches: NotRequired[list[tuple[bool, str]]]
     told: NotRequired[list[str]]
+    carried: NotRequired[list[tuple[str, str, list[str | int], bool, str]]]
 
 
 class CostRow(TypedDict):

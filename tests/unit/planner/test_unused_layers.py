@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.base.errors import AutoparError
+from autopar.planner.family import Family
 
 
 class LeavesOut(nn.Module):
@@ -28,3 +31,12 @@ def test_they_lie_as_the_others_do() -> None:
     )
     stored = {each.name: str(each.sharding[0]) for each in plan.interface.parameters}
     assert stored["layers.1.weight"] == stored["layers.0.weight"] == "S(0)" and stored["other.weight"] == "R"
+
+
+def test_decisions_for_some_are_not_those_for_others() -> None:
+    """Breaks if a program is written by decisions that say nothing of a layer that it has."""
+    batch = {"x": torch.randn(4, 4)}
+    plan = autopar.plan(LeavesOut((0, 2)), autopar.Mesh({"dp": 2}), example_inputs=batch, strategy="zero3")
+    assert Family.of(plan).plan(LeavesOut((0, 2)), batch).source is not None
+    with pytest.raises(AutoparError, match=r"made for another program.*layers\.1"):
+        Family.of(plan).plan(LeavesOut((0, 1)), batch)

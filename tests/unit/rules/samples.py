@@ -264,6 +264,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.bernoulli.default": [(p(4, 6),)],
     "aten.eye.default": [(4,)],
     "aten.eye.m": [(4, 6)],
+    **{f"aten.{name}_window.default": [(8,)] for name in ("blackman", "hamming", "hann")},
+    **{f"aten.{name}_window.periodic": [(8, False)] for name in ("blackman", "hamming", "hann")},
     "aten.linspace.default": [(0, 1, 8)],
     "aten.new_empty_strided.default": [(X, [4, 6], [6, 1])],
     "aten.native_dropout.default": [(X, 0.5, True)],

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.base.errors import AutoparError
+from autopar.passes.capture import capture
 from tests.unit.runtime.saved_run import one_rank as one_rank
 
 WIDTH = 6
@@ -28,7 +29,9 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.calls, self.heat, self.is_new = 0, 1.0, True
-        self.seen = {"batches": 0}
+        self.seen: dict[str, Any] = {"batches": 0, "last": []}
+        self.losses: list[float] = []
+        self.beside: Tensor | None = None
 
     def through(self, x: Tensor, *layers: nn.Module) -> Tensor:
         for layer in layers:
@@ -79,6 +82,19 @@ class Counts(Net):
         return loss
 
 
+class Leaves(Net):
+    """A loss beside the loss, that of the last step, an average that is gone by, and what is looked at afterwards."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.through(x, *self.layers)
+        loss = F.mse_loss(y, x)
+        self.beside = y.square().mean()
+        self.heat = 0.9 * self.heat + 0.1 * loss.item()
+        self.losses.append(float(loss))
+        self.seen["last"].append(loss.detach())
+        return {"loss": loss / (1 + self.heat), "again": loss.detach()}
+
+
 def steps(model: Any, number: int) -> list[Any]:
     """Losses of a script that steps, accumulates, and evaluates in between; what it leaves in Python; what comes next
     of the generators.
@@ -89,7 +105,8 @@ def steps(model: Any, number: int) -> list[Any]:
     for generator in (torch.manual_seed, random.seed, np.random.seed):
         generator(7)
     for place, x in enumerate(batches):
-        loss = model(x)
+        found_now = model(x)
+        loss = found_now["loss"] + 0.1 * model.beside if isinstance(found_now, dict) else found_now
         loss.backward()
         if place % 3:
             optimizer.step()
@@ -98,14 +115,22 @@ def steps(model: Any, number: int) -> list[Any]:
         if place == 1:
             model.eval()
             with torch.no_grad():
-                found.append(float(model(x)))
+                evaluated = model(x)
+                found.append(float(evaluated["again"] if isinstance(evaluated, dict) else evaluated))
             model.train()
-    held = [model.calls, model.heat, model.is_new, model.seen["batches"]]
+    held = [
+        model.calls,
+        model.heat,
+        model.is_new,
+        model.seen["batches"],
+        *model.losses,
+        *map(float, model.seen["last"]),
+    ]
     return [*found, *held, torch.rand(1).item(), random.random(), np.random.rand()]
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("kind", [DropsLayers, DrawsInPython, Counts])
+@pytest.mark.parametrize("kind", [DropsLayers, DrawsInPython, Counts, Leaves])
 def test_a_step_is_told_what_python_has_then(kind: type[Net]) -> None:
     """Breaks if a draw is not that of eager, a program goes on with the numbers of another step, an attribute is not
     what forward leaves, a layer that was left out gets a gradient, or what comes next of a generator is another number.
@@ -141,11 +166,27 @@ def test_a_number_that_needs_a_program_for_each_value_is_refused(monkeypatch: py
             compiled(torch.randn(2, WIDTH))
 
 
+class GoesByItsLosses(Net):
+    """What is done hangs on a list that grows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.through(x, *self.layers).square().mean()
+        self.losses.append(loss.item())
+        return loss * len(self.losses)
+
+
+def test_a_list_that_grows_and_is_gone_by_is_refused() -> None:
+    """Breaks if every step has the list as it was when its program was made."""
+    with pytest.raises(AutoparError, match=r"adds to losses, a list in Python, .*test_told\.py:\d+.*buffer"):
+        capture(GoesByItsLosses(), {"x": torch.randn(2, WIDTH)}, tells_ways=True)
+
+
 @pytest.mark.moderate
-@pytest.mark.parametrize("kind", [DropsLayers, DrawsInPython, Counts])
+@pytest.mark.parametrize("kind", [DropsLayers, DrawsInPython, Counts, Leaves])
 def test_the_proof_goes_by_the_same_numbers(kind: type[Net]) -> None:
     """Breaks if eager is compared with a program that was told other numbers, or is left with others than before."""
     model = kind()
     plan = autopar.plan(model, autopar.Mesh({"dp": 2}), example_inputs={"x": torch.randn(4, WIDTH)}, strategy="zero3")
     plan.verify().raise_on_failure()
-    assert (model.calls, model.heat, model.is_new, model.seen) == (0, 1.0, True, {"batches": 0})
+    assert (model.calls, model.heat, model.is_new, model.losses) == (0, 1.0, True, [])
+    assert model.seen == {"batches": 0, "last": []}
