@@ -37,6 +37,8 @@ LAUNCH: Mapping[str, str] = {
     "tensorrt-llm": "config.yaml",
 }  # fmt: skip
 """How the file is called that tells an engine what was decided."""
+CODES = "_codes"
+"""How names of codes end (`base/stored_weights.py`)."""
 HERE = '"$(dirname "$0")"'
 READS: Mapping[str, str] = {
     "transformers-tp-plan": "each rank reads the slices that it keeps",
@@ -103,6 +105,7 @@ def export_weights(record: PlanRecord, to: str, served: engines.Served | None, a
         if has_codes(found.weights) and asked.model is None:
             notes = (*notes, "codes of weights go there as they are, and were not compared with the plan: no model")
         else:
+            check_readable(record, found.weights, asked.weights)
             held = held_by(found.weights, asked.weights, asked.model, model_type)
             _matched(record, held, asked.weights, asked.model)
             if others := sorted(held.keys() - _names(_tensors(record))):
@@ -146,6 +149,18 @@ def _sharded(record: PlanRecord, found: Weights, model_type: str, asked: Asked) 
     each_has = least if least == most else f"{least} to {most}"
     text = f"{len(sizes)} ranks, {each_has} each: compiled.load({str(asked.folder)!r})\n"
     return engines.Exported(text, tuple(notes), asked.folder, sizes)
+
+
+def check_readable(record: PlanRecord, weights: Iterable[str], path: Path) -> None:
+    """Raises an AutoparError where weights of the plan are codes of `store_weights`, and the checkpoint has none."""
+    codes = sorted(each.name for each in record.interface.parameters if each.name.endswith(CODES))
+    if codes and not has_codes(list(weights)):
+        raise AutoparError(
+            "weights that store_weights made codes are not written for an engine, which knows no such codes",
+            where=str(path), values=_some(codes),
+            remedy="export for the engine without weights, or plan the model of a checkpoint whose weights are codes "
+            "that engines read (compressed-tensors, AWQ, GPTQ, float8); to autopar goes what compiled.save wrote",
+        )  # fmt: skip
 
 
 def _untold(name: str, number: int, count: int) -> None:

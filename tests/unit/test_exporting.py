@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
 import autopar
+from autopar.api.exporting import check_readable
 from autopar.base.errors import AutoparError
 from autopar.cli.main import app
 from autopar.runtime.checkpoint import offline, sharded
@@ -136,7 +137,9 @@ def test_each_rank_has_what_it_holds(
 
 @pytest.mark.moderate
 def test_codes_keep_their_scales(tmp_path: Path) -> None:
-    """Breaks if a rank has the scales or zeros of other codes than its own, or a plan that has weights gets codes."""
+    """Breaks if a rank has the scales or zeros of other codes than its own, or a plan that has weights gets codes; or
+    if an engine is said to read codes that are none of its own.
+    """
     _, dtype = test_quantized.saved("awq", tmp_path)
     mesh, batch = autopar.Mesh.parse("dp=2", hardware="cpu"), {"x": torch.zeros(4, 40, dtype=dtype)}
     for is_coded in (True, False):
@@ -150,6 +153,9 @@ def test_codes_keep_their_scales(tmp_path: Path) -> None:
         for rank in range(2):
             assert_same(parts_in(out, f"rank-0000{rank}-of-00002.safetensors"), held(plan, weights, rank))
         assert any(name.endswith("weight_scales") for name in weights) == is_coded
+        check_readable(plan, ["layer.qweight"], tmp_path)
+        with pytest.raises(AutoparError, match="store_weights made codes") if is_coded else nullcontext():
+            check_readable(plan, ["layer.weight"], tmp_path)
 
 
 @pytest.mark.moderate
