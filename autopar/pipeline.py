@@ -278,24 +278,34 @@ def _capture(request: Attempt) -> Program:
 
 
 def _captured(request: Attempt) -> Program:
-    tells_ways = request.microbatches == 1 and request.pipeline is None
+    in_parts = request.microbatches > 1
 
-    def captured(inputs: Mapping[str, Any]) -> Program:
+    def captured(inputs: Mapping[str, Any], like: Program | None = None) -> Program:
         return capture(
-            request.model, inputs, precision=request.precision, training=request.training, tells_ways=tells_ways
+            request.model,
+            inputs,
+            precision=request.precision,
+            training=request.training,
+            tells_ways=True,
+            in_parts=in_parts,
+            in_stages=request.pipeline is not None,
+            like=like,
         )
 
     first = one_microbatch(request.inputs, request.microbatches) if request.microbatches > 1 else None
-    whole = request.captured.get("whole")
-    if whole is None or ((whole.branches or whole.carried) and not tells_ways):
-        whole = request.captured["whole"] = captured(request.inputs)
+    kind = "parts" if in_parts else "whole"
+    whole = request.captured.get(kind)
+    if whole is None or (whole.carried and request.pipeline is not None):
+        whole = request.captured[kind] = captured(request.inputs)
+        if not (whole.branches or whole.carried or whole.granted or whole.by_value):  # the same, in parts or not
+            request.captured["whole"] = request.captured["parts"] = whole
     if first is None:
         return replace(whole, share=_share(request))
     if request.microbatches not in request.captured:
         # Two captures tell what in the graph depends on the number of rows.
         _check_values_alike(whole.by_value, request)
         try:
-            part = captured(first)
+            part = captured(first, whole)
         except AutoparError as error:
             raise _not_traced(error, first, request) from error
         batching = analyse(part, request.microbatches, other=whole)

@@ -60,19 +60,28 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
     assert program.phase == "captured" and len(program.regions) == 1, "batching wants a captured program"
     if num_microbatches == 1:
         same = OutputBatching("same")
-        return Batching(dict.fromkeys((port.name for port in program.inputs), None), (same,) * len(program.outputs))
+        whole = dict.fromkeys((port.name for port in program.inputs), None)
+        return Batching(whole, (same,) * len(program.outputs), updates={name: same for name, _ in program.updates})
     analysis = _Analysis(program, other)
     states = analysis.run()
     outputs: list[OutputBatching] = []
     counts: dict[str, fx.Node] = {}
     for name, ref in zip(program.output_names, program.outputs, strict=True):
         state = states[ref.index]
+        if program.branches and ref == program.outputs[-1]:
+            _require_same_ways(program, state)
         outputs.append(_combination(name, state, analysis.where(ref.index)))
+        if isinstance(state, Terms) and state.count is not None:
+            counts[name] = state.count
+    updates: dict[str, OutputBatching] = {}
+    for name, ref in program.updates:
+        state = states[ref.index]
+        updates[name] = _of_buffer(name, state, analysis.where(ref.index))
         if isinstance(state, Terms) and state.count is not None:
             counts[name] = state.count
     _require_one_count(counts, analysis)
     weight = _weight_source(program, analysis, next(iter(counts.values()))) if counts else ""
-    return Batching(analysis.batch_dims, tuple(outputs), weight)
+    return Batching(analysis.batch_dims, tuple(outputs), weight, updates)
 
 
 IGNORED = -100
@@ -216,7 +225,7 @@ def _pads_with_ignored(node: fx.Node) -> bool:
     return _name_of(node) in ("constant_pad_nd", "pad") and isinstance(value, int | float) and value == IGNORED
 
 
-def _combination(name: str, state: State, where: str) -> OutputBatching:
+def _combination(name: str, state: State, where: str, kind: str = "output") -> OutputBatching:
     if isinstance(state, Whole) and not state.power:
         return OutputBatching("same")
     if isinstance(state, Rows) and not state.power and state.outer == 1 and state.order is None:
@@ -226,14 +235,34 @@ def _combination(name: str, state: State, where: str) -> OutputBatching:
     if isinstance(state, Terms) and state.count is None and state.power in (0, -1):
         return OutputBatching("mean" if state.power else "sum")
     if isinstance(state, Coupled):
-        raise _refusal(name, state.why, state.where)
+        raise _refusal(name, state.why, state.where, kind)
     why = "in stripes" if isinstance(state, Rows) and state.outer > 1 else "scaled by a power of their number"
-    raise _refusal(name, f"it is {state}, {why}", where)
+    raise _refusal(name, f"it is {state}, {why}", where, kind)
 
 
-def _refusal(name: str, why: str, where: str | None) -> RowsTogether:
+def _of_buffer(name: str, state: State, where: str) -> OutputBatching:
+    """How a buffer's new value follows from what each microbatch makes of the old one."""
+    if isinstance(state, Rows) and not state.power:
+        raise _refusal(name, "forward() keeps rows of the batch in a buffer", where, "new value of the buffer")
+    return _combination(name, state, where, "new value of the buffer")
+
+
+def _require_same_ways(program: Program, state: State) -> None:
+    """Raises RowsTogether where what is asked at a branch is a matter of the batch's rows."""
+    if isinstance(state, Whole) and not state.power:
+        return
+    lines = tuple(dict.fromkeys(line for _, line in program.branches))
+    of_state = state.where if isinstance(state, Coupled) else ""
+    raise RowsTogether(
+        "forward() chooses what to do by the value of a tensor that is of the whole batch: no microbatch has it",
+        where=next((line for line in lines if line in of_state), ", ".join(lines)),
+        remedy=f"{_REMEDY}, or compute both and choose by torch.where",
+    )
+
+
+def _refusal(name: str, why: str, where: str | None, kind: str = "output") -> RowsTogether:
     return RowsTogether(
-        f"the output {name!r} of the whole batch does not follow from those of its microbatches: {why}",
+        f"the {kind} {name!r} of the whole batch does not follow from those of its microbatches: {why}",
         where=_plain(where),
         remedy=_REMEDY,
     )
@@ -249,7 +278,7 @@ def _plain(where: str | None) -> str | None:
 def _require_one_count(counts: Mapping[str, fx.Node], analysis: _Analysis) -> None:
     names = list(counts)
     for name in names[1:]:
-        if not analysis.values.same(counts[names[0]], counts[name]):
+        if not analysis.values.same_count(counts[names[0]], counts[name]):
             what = f"{names[0]!r} and {name!r} are averages weighted by different counts, and a program has one"
             raise _refusal(name, what, analysis.origins.get(counts[name].name))
 

@@ -6,17 +6,20 @@
     if loss.item() > 2: …           not taken
 
 Where a program can say so, its last output is the number of the first branch that went the other way; then the batch is
-run by the program for that way, which is traced when one is first met (`branches.py` of the runtime). Elsewhere, with
-microbatches and pipelines, it is taken for granted that numbers are finite (`usual.py`); other branches are refused.
+run by the program for that way, which is traced when one is first met (`branches.py` of the runtime). Microbatches all
+go the same way: it is taken for granted that their numbers are finite (`usual.py`), and what other branches ask for is
+no matter of rows (`batching.py`). Elsewhere these are refused.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -48,6 +51,19 @@ def put_ways(model: nn.Module, ways: Sequence[bool]) -> None:
     vars(model)[WAYS] = tuple(ways)
 
 
+@contextmanager
+def going(model: nn.Module, ways: Sequence[bool]) -> Iterator[None]:
+    """Inside, traces of a model go these ways at its first branches."""
+    before = vars(model).get(WAYS)
+    put_ways(model, ways)
+    try:
+        yield
+    finally:
+        vars(model).pop(WAYS)
+        if before is not None:
+            put_ways(model, before)
+
+
 def ways_of(model: nn.Module) -> tuple[bool, ...]:
     """Which ways traces of a model go at its first branches."""
     return next((vars(each)[WAYS] for each in model.modules() if WAYS in vars(each)), ())
@@ -57,18 +73,18 @@ class Branches(TorchFunctionMode):
     """While a model is traced.
 
     values: of inputs and buffers, by name, as they are now: by these the first way is chosen. usual: takes for granted
-    that numbers are finite, where the program cannot say ways; None where it can. taken: which way each branch went,
-    with the model's line.
+    that numbers are finite; None where the program says of such branches, too, which way they go. tells: whether it
+    says so of any. taken: which way each branch went, with the model's line; none where it says it of none.
     """
 
-    def __init__(self, model: nn.Module, values: Mapping[str, Tensor], usual: Usual | None) -> None:
+    def __init__(self, model: nn.Module, values: Mapping[str, Tensor], usual: Usual | None, tells: bool) -> None:
         super().__init__()
         self.taken: list[Branch] = []
         self._ways = ways_of(model)
-        self._values, self._usual = values, usual
+        self._values, self._usual, self._tells = values, usual, tells
         self._known: dict[fx.Node, Tensor] = {}
         self._buffers: set[fx.Node] = set()
-        self._same: list[Tensor] = []
+        self._same: list[Tensor | None] = []
         self._asked = Counter[str]()
 
     @property
@@ -94,7 +110,10 @@ class Branches(TorchFunctionMode):
                 if node is not None:
                     self._known[node] = self._values[name]
             results = forward(*args, **kwargs)
-            return (results, self._first_other()) if self._same else results
+            if all(same is None for same in self._same):
+                self.taken.clear()
+                return results
+            return results, self._first_other()
 
         return run
 
@@ -113,13 +132,16 @@ class Branches(TorchFunctionMode):
         if len(self.taken) == MOST_ASKED or compat.is_unknown(asked):
             return None
         line, number, finite = line_of(frame), len(self.taken), _of_finite(asked)
-        if self._usual is not None:
-            if finite is not None:
-                self._usual.takes_way((asked != 0) == finite, f"that numbers are finite where {line} asks for it")
+        if self._usual is not None and finite is not None:
+            self._usual.takes_way((asked != 0) == finite, f"that numbers are finite where {line} asks for it")
+            self._same.append(None)  # it has its number, as in a program that says of it which way it goes
+            self.taken.append((finite, line))
             return finite
+        if not self._tells:
+            return None
         going_on = _goes_on(frame)
         self._asked[line] += 1
-        if going_on is None and self._asked[line] > MOST_OF_A_LINE:
+        if going_on is None and finite is None and self._asked[line] > MOST_OF_A_LINE:
             return None  # of each token, or each row: no two batches would go the same ways
         if self._is_drawn(asked):
             raise AutoparError(
@@ -159,11 +181,14 @@ class Branches(TorchFunctionMode):
 
     def _first_other(self) -> Tensor:
         """[] int64."""
-        alive, first = self._same[0], self._same[0].to(torch.int64)
-        for same in self._same[1:]:
-            alive = alive & same
+        before, *rest = itertools.dropwhile(lambda same: same is None, self._same)
+        assert before is not None
+        alive, first = before, before.to(torch.int64)
+        for same in rest:
+            alive = alive if same is None else alive & same
             first = first + alive.to(torch.int64)
-        return first
+        granted = len(self._same) - 1 - len(rest)
+        return first + granted if granted else first
 
 
 _COMPARING = frozenset(

@@ -34,7 +34,7 @@ from autopar.passes import inner_gradients, mutation, seeds
 from autopar.passes.avoidable import argument_instead
 from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
-from autopar.passes.branches import Branches, ways_of
+from autopar.passes.branches import Branches, going, ways_of
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.carried import Carries
 from autopar.passes.checks import ChecksPass
@@ -70,6 +70,9 @@ def capture(
     precision: torch.dtype | None = None,
     training: bool = True,
     tells_ways: bool = False,
+    in_parts: bool = False,
+    in_stages: bool = False,
+    like: Program | None = None,
 ) -> Program:
     """Trace `model(**inputs)` on fake tensors: nothing is computed but what the model makes of Python's own numbers.
 
@@ -79,12 +82,17 @@ def capture(
         training: whether gradients are wanted (dropout follows each module's own mode).
         tells_ways: whether the program may say which way branches go that values decide (`branches.py`), to be run
             anew where they go another one.
+        in_parts: whether these are rows of a batch that comes in microbatches: that their numbers are finite, and what
+            is asked of inputs, is taken for granted; other ways have to be alike in all of them (`batching.py`).
+        in_stages: whether stages of a pipeline compute it: as of parts, nothing is carried from step to step.
+        like: a program of the same model whose branches go the ways that this one's are to go.
 
     Raises:
         AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
     """
     flat, spec = compat.tree_flatten(dict(inputs))
     names = _input_names(inputs)
+    carries = tells_ways and not (in_parts or in_stages)
 
     def batch(mode: compat.FakeTensorMode) -> Mapping[str, Any]:
         arguments: Mapping[str, Any] = compat.tree_unflatten([emptied(x, precision, mode) for x in flat], spec)
@@ -96,10 +104,12 @@ def capture(
         if not start_of(model).wanted and all(caches.of_blocks(inputs[name]) for name in caches.states_among(inputs)):
             with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
                 program = _with_repeated_blocks(
-                    model, precision, batch, names, chosen, bool(caches.states_among(inputs)), tells_ways
+                    model, precision, batch, names, chosen, bool(caches.states_among(inputs)), carries
                 )
         return (
-            _whole(model, precision, batch, names, inputs, chosen, tells_ways, training) if program is None else program
+            _whole(model, precision, batch, names, inputs, chosen, (tells_ways, in_parts, carries), training)
+            if program is None
+            else program
         )
 
     others = seeds.others(model)
@@ -110,7 +120,9 @@ def capture(
             each.put(end)
         return trace(Chosen(FIRST))
 
-    with compat.exclusive(), by_autograd(), own_gradients.kept() if training else nullcontext():
+    wants = any(isinstance(x, torch.Tensor) and x.requires_grad for x in flat)
+    ways = nullcontext() if like is None else going(model, [way for way, _ in like.branches])
+    with compat.exclusive(), by_autograd(), own_gradients.kept(wants) if training else nullcontext(), ways:
         with seeds.others_kept(others):
             before, chosen = [each.text() for each in others], Chosen(FIRST)
             program = trace(chosen)
@@ -216,7 +228,7 @@ def _whole(
     names: list[str | None],
     inputs: Mapping[str, Any],
     chosen: Chosen,
-    tells_ways: bool,
+    ways: tuple[bool, bool, bool],
     training: bool,
 ) -> Program:
     """The program, everything traced. Where values of inputs decide what is done, it is for these alone, or for the
@@ -230,7 +242,8 @@ def _whole(
     held = _held(model)
     now = {**held, **_measured(inputs), **_marks(inputs)}
     # What may repeat a call at once, without gradients, is told that its batch is otherwise: it does not wait for it.
-    leaves = tells_ways and (training or bool(ways_of(model)))
+    tells_ways, in_parts, may_carry = ways
+    leaves = tells_ways and not in_parts and (training or bool(ways_of(model)))
     files: list[dict[str, Any]] = []
     start = start_of(model)
     wanted = start.wanted
@@ -244,11 +257,11 @@ def _whole(
         telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
         carries = Carries(clone, numbers, wanted.held, telling.made)
         clone.forward = kept.within(counted.within(clone.forward))
-        clone.forward = telling.within(carries.within(clone.forward) if tells_ways else clone.forward, carries)
+        clone.forward = telling.within(carries.within(clone.forward) if may_carry else clone.forward, carries)
         clone.forward = _given(known, chosen, usual.guarding(clone))
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers, usual).within(clone.forward)
-        branches = Branches(clone, now, None if tells_ways else usual)
+        branches = Branches(clone, now, usual if in_parts or not tells_ways else None, tells_ways)
         clone.forward = branches.within(clone)
         asking = (known,) if values or knows_made else ()
         modes = (chosen, counted, usual, *asking, Checked(usual), PlainReads(counted), telling)

@@ -145,6 +145,8 @@ def interface_of(program: Program) -> ProgramInterface:
         tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], False)
         for name, ref in program.updates
     )
+    if program.batching is not None and program.batching.updates:
+        updates = tuple(replace(each, combine=program.batching.updates[each.name].combine) for each in updates)
     dropout = any(region.uses_dropout for region in program.regions)
     sizes = tuple(program.mesh.sizes)
     return ProgramInterface(

@@ -31,6 +31,8 @@ sent to all after a step, as scalar outputs are. Copies of a tied parameter exch
 order: equal bit for bit.
 
 **Buffers that `forward` changes** are results of the program (`Program.updates`): they are copied after a forward.
+Each microbatch sees them as the step found them, and what it makes of them is put together as outputs are: a counter
+counts steps, a mean of the batch is that of all its rows.
 
 **Elementwise optimizers step on local tensors** (`local_update.py`): the same numbers without DTensor's dispatch, which
 costs as much as the arithmetic of a small tensor. The user's optimizer is not written to before its step has ended.

@@ -17,6 +17,15 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 
+Late = list[tuple[Tensor, Tensor]]
+"""Leaves with their gradients, which are added once it is known that the batch went the program's way."""
+
+
+def add_gradients(late: Late) -> None:
+    """To `.grad`, from the leaves themselves, so that accumulation and their hooks are autograd's."""
+    if late:
+        torch.autograd.backward([leaf for leaf, _ in late], [gradient for _, gradient in late])
+
 
 def other_ways(branches: Sequence[tuple[bool, str]], outputs: Sequence[Tensor | None]) -> tuple[bool, ...] | None:
     """The ways of the first branches, where they are not the program's; None where it went as it says."""

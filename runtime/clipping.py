@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import is_split, local_tensor
 from autopar.runtime.communicator import Communicator
+from autopar.strategies.pipelining.spec import AXIS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,19 @@ class Stages:
     axis: str
     copies: Collection[int]
     dtype: torch.dtype
+
+
+def check_asks_for_all(axes: Collection[str], asking: FrameType) -> None:
+    """Raises an AutoparError where torch's own clipping goes through the parameters of a rank of a pipeline: it would
+    clip each stage by a norm of its own. axes: of the mesh. asking: who goes through them.
+    """
+    is_torchs = AXIS in axes and asking.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__
+    if is_torchs and asking.f_code.co_name == "clip_grad_norm_":
+        raise AutoparError(
+            "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a "
+            "norm of its own",
+            remedy="compiled.clip_grad_norm_(max_norm) takes the norm over all stages",
+        )
 
 
 def clip_grad_norm_(

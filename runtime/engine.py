@@ -26,6 +26,7 @@ from autopar.runtime.added import Added
 from autopar.runtime.agreement import Agreement, call_of
 from autopar.runtime.alike import Alike
 from autopar.runtime.alone import hook_modules
+from autopar.runtime.branches import Late, add_gradients
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.clipping import Stages
@@ -48,7 +49,6 @@ from autopar.runtime.placements import as_parameter, make_dtensor
 from autopar.runtime.recording import Recorder
 from autopar.runtime.refused import (
     check_autocast,
-    check_inputs,
     check_made_apart,
     check_same_mesh,
     check_same_storage,
@@ -157,7 +157,6 @@ class Engine:
         self.hooks.check()
         call = call_of(self._num_forwards, self.model, args, kwargs)
         self.agreement.begin(call)
-        check_inputs(call.inputs, self.comm.axes)
         if self.interface is None:
             check_made_apart(call.inputs, self.model)
         with self.comm.trail.doing("plans"):
@@ -178,9 +177,11 @@ class Engine:
         buffers = {name: constants[name] if name in constants else written_in(self.model, name) for name in names}
         buffers |= {each.name: buffers[each.name].clone() for each in interface.updates}  # a backward may read the old
         hooked: set[int] = set()
-        outputs, updates = self._run(executable, batch, seed, buffers, hooked)
+        late: Late = []
+        outputs, updates = self._run(executable, batch, seed, buffers, hooked, late)
         if executable.goes_another_way(outputs, before, self.comm.device):
             return self._forward(args, kwargs)
+        add_gradients(late)
         is_otherwise = self.granted.ask(interface.granted, outputs) if interface.granted else None
         with torch.no_grad():
             for name, value in updates.items():
@@ -259,9 +260,9 @@ class Engine:
         return found if executable.told is None else {**found, **executable.told.buffers(self.comm.device)}
 
     def _run(
-        self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors, hooked: set[int]
+        self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors, hooked: set[int], late: Late
     ) -> tuple[Sequence[Tensor | None], Tensors]:
-        """The outputs of one step, and the new values of buffers. hooked: of the outputs, as `Step.hooked`."""
+        """The outputs of one step, and the new values of buffers. As `Step.hooked`, and `Late`."""
         interface = executable.interface
         wants_turns = self._wants_turns and torch.is_grad_enabled()
         if interface.pipeline is not None:
@@ -274,14 +275,14 @@ class Engine:
                 return run.forward()
             self._had_turns = True
             check_trains(interface, self.interface)
-            return run.train(_place_of_loss(executable, stand_ins(interface)))
+            return run.train(executable.place_of_loss(stand_ins(interface)), late)
         parameters = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]
         widened = None if executable.widened is None else partial(self._widened, executable.widened, batch.inputs)
         received = self._received.setdefault(executable.key, set())
         step = Step(batch, seed, self._new_recorder(), widened, received, hooked)
         if wants_turns and batch.num > 1 and not interface.wanted:
             self._had_turns = True
-            return run_step_in_turn(step, parameters, buffers, partial(_place_of_loss, executable))
+            return run_step_in_turn(step, parameters, buffers, executable.place_of_loss, late)
         return run_step(step, parameters, buffers)
 
     def _widened(
@@ -487,14 +488,3 @@ class Engine:
             if self.agreement.alike is not None:
                 self.agreement.alike.keep(executable.interface)
         return self._programs[executable.key]
-
-
-def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:
-    """Where the loss stands among a microbatch's outputs."""
-    loss = find_loss(executable.rebuild_output(values), is_scalar)
-    for place, value in enumerate(values):
-        if value is loss:
-            return place
-    raise AutoparError(
-        "train_step cannot tell which of the program's outputs is the loss", remedy="plan with one microbatch"
-    )

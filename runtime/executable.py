@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from autopar.base.errors import AutoparError
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime.added import Added
 from autopar.runtime.branches import check_same_ways, other_ways
+from autopar.runtime.step import find_loss, is_scalar
 
 
 class Tells(Protocol):
@@ -66,6 +68,20 @@ class Executable:
         for each, value in zip(carried, values[first:], strict=False):
             each.leave(model, value)
         return self.rebuild_output(values)
+
+    def place_of_loss(self, values: Sequence[Tensor]) -> int:
+        """Where the loss stands among a microbatch's outputs.
+
+        Raises:
+            AutoparError: it is none of them.
+        """
+        loss = find_loss(self.rebuild_output(values), is_scalar)
+        for place, value in enumerate(values):
+            if value is loss:
+                return place
+        raise AutoparError(
+            "train_step cannot tell which of the program's outputs is the loss", remedy="plan with one microbatch"
+        )
 
     def goes_another_way(self, outputs: Sequence[Tensor | None], drawn: Tensor, device: torch.device) -> bool:
         """Whether a batch goes another way than this program, at a branch that values decide: then the next executable

@@ -13,9 +13,10 @@ from autopar.base.torch_compat.distributed import dtensor_like
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import REPLICATE, Shard, Sharding, num_pieces, replicated
 from autopar.ir.values import gradient_key
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.layout import local_part_shape, redistribute, shard
 from autopar.runtime.loader import Tensors
-from autopar.runtime.microbatches import Batch
+from autopar.runtime.microbatches import Batch, whole_batch
 from autopar.runtime.placements import from_dtensor_placements
 
 
@@ -40,6 +41,29 @@ class InputGradients:
                     where = self.batch.program.filename
                     raise AutoparError(f"backward returned no gradient for the input {name}", where=where)
                 found.setdefault(i, gradient)
+
+    def take_some(self, group: Sequence[int], terms: Tensors) -> None:
+        """Add those that one stage of a pipeline returned for these microbatches, by the inputs' names there."""
+        for name, found in self._of.items():
+            for place, i in enumerate(group):
+                term = terms.get(name + (self.batch.interface.beside if place else ""))
+                if term is not None and i not in group[:place]:
+                    found[i] = found[i] + term if i in found else term
+
+    def joined_over(self, comm: Communicator, axis: str, places: Container[int]) -> Tensors:
+        """As `joined`, the same on all ranks of the pipeline's axis: the sums of what its stages have. Collective.
+
+        places: of the outputs that have a gradient.
+        """
+        mine = self.joined()
+        made: Tensors = {}
+        for entry in (each for each in self.batch.interface.wanted if each.is_reached(places)):
+            key = gradient_key(entry.name)
+            own = mine.get(key)
+            term = _nothing(whole_batch(entry, self.batch.num), self.batch) if own is None else own
+            comm.at(f"the gradient of {entry.name}")
+            made[key] = comm.all_reduce(term.contiguous(), axis)
+        return made
 
     def joined(self) -> Tensors:
         """Local gradients of the step's inputs, laid out as these, by `gradient_key`; zeros for rows of microbatches
@@ -71,7 +95,7 @@ def wanted_of(interface: ProgramInterface, inputs: Mapping[str, Tensor]) -> list
     for x, entry in zip(found, interface.wanted, strict=True):
         if not x.requires_grad:
             raise AutoparError(
-                f"input {entry.name} requires a gradient, is in pieces, and has to be padded, which loses it",
+                f"input {entry.name} requires a gradient, is in pieces, and has to be padded or moved, which loses it",
                 remedy="Hand it in whole, the same on every rank, or make batches that the mesh divides",
             )
     return found

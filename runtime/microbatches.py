@@ -173,7 +173,10 @@ class Batch:
 
     def output(self, place: int, values: Sequence[Tensor]) -> Tensor:
         """Output number `place` of the step from those of its microbatches; all local tensors."""
-        entry = self.interface.outputs[place]
+        return self.together_of(self.interface.outputs[place], values)
+
+    def together_of(self, entry: TensorInterface, values: Sequence[Tensor]) -> Tensor:
+        """An output, or the new value of a buffer, of the step from those of its microbatches; all local tensors."""
         if self.num == 1:
             return values[0]
         if entry.combine == "concat":
@@ -275,7 +278,7 @@ def make_batch(
                 values=f"{interface.microbatches} microbatches of {entry.shape}",
             )
     batch = Batch(program, interface, comm, inputs, (), num_groups(interface))
-    if not any(entry.combine == "weighted" for entry in interface.outputs):
+    if not any(entry.combine == "weighted" for entry in (*interface.outputs, *interface.updates)):
         return batch
     if program.loss_weight is None:
         raise AutoparError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
@@ -326,8 +327,9 @@ class CompiledModule(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The rank's own. Where its stages leave it none, an empty one: optimizers want at least one."""
-        is_empty = True
+        is_empty, engine = True, getattr(self, "autopar", None)
         for parameter in super().parameters(recurse):
+            clipping.check_asks_for_all(() if engine is None else engine.comm.axes, sys._getframe(1))
             is_empty = False
             yield parameter
         if is_empty and recurse and self.autopar.absent:

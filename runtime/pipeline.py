@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from autopar.ir.interface import PipelineInterface, ProgramInterface, TensorInte
 from autopar.ir.schedule import Action, Kind, Schedule
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.holders import holders, keepers, own_inputs
+from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.layout import in_blocks, local_part_shape
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import Batch
@@ -121,13 +122,14 @@ class PipelineResult:
     """What a step leaves on one rank, all local.
 
     outputs: in the interface's order: those that are `shared` on every rank, others where they are made, None
-    elsewhere. updates: the last values of the buffers that forward changes, on every rank. gradients: of the rank's own
-    parameters.
+    elsewhere. updates: the new values of the buffers that forward changes, on every rank. gradients: of the rank's own
+    parameters. inputs: on every rank, by `gradient_key`, those of inputs whose gradients are wanted.
     """
 
     outputs: tuple[Tensor | None, ...]
     updates: Tensors
     gradients: Tensors
+    inputs: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,19 +168,26 @@ class PipelineStep:
         made: dict[int, dict[int, Tensor]] = {}
         stages: dict[int, StageRun] = {}
         sums: dict[int, Tensors] = {}
+        of_inputs = InputGradients(self.batch)
         runs, groups = self.program.interface.runs, self.batch.together
         # Where each goes through alone though the schedule is of two at a time, it is gone through twice.
         for first in range(0, len(groups), runs):
             found = gradients if first + runs >= len(groups) else None
-            stages = self._gone_through(groups[first : first + runs], padded, grads, order, recorder, sums, found)
+            stages = self._gone_through(
+                groups[first : first + runs], padded, grads, order, recorder, sums, found, of_inputs
+            )
             for number, stage in stages.items():
                 sums[number] = stage.sums
                 for place, values in stage.outputs.items():
                     made.setdefault(place, {}).update(values)
         gradients = self._with_tied(gradients, rank) if grads is not None else {}
-        outputs, updates = self._shared(self._outputs(made), _updates(stages), rank)
+        outputs, updates = self._shared(self._outputs(made), self._updates(stages), rank)
+        inputs: Tensors = {}
+        if grads is not None:
+            places = self.program.interface.given(grads)
+            inputs = of_inputs.joined_over(comm, pipeline.axis, places)
         recorder.finish()
-        return PipelineResult(outputs, updates, gradients)
+        return PipelineResult(outputs, updates, gradients, inputs)
 
     def _gone_through(
         self,
@@ -189,18 +198,32 @@ class PipelineStep:
         recorder: Recorder,
         sums: Mapping[int, Tensors],
         gradients: Tensors | None,
+        of_inputs: InputGradients,
     ) -> dict[int, StageRun]:
         """The schedule once, for these microbatches; the stages of this rank.
 
         sums: by stage, what is there of gradients from those before. gradients: of its parameters, filled; None where
-        more microbatches follow.
+        more microbatches follow. of_inputs: collects the gradients of inputs.
         """
         pipeline, comm = self.program.pipeline, self.comm
         rank, axis = comm.index(pipeline.axis), pipeline.axis
         keeps = grads is None or pipeline.keeps_outputs
         here = [number for number, owner in enumerate(pipeline.rank_of) if owner == rank]
         own = self.program.own(rank)
-        work = Work(self.batch, groups, comm, axis, pipeline.rank_of, self.seed, grads, recorder, len(here), own, keeps)
+        work = Work(
+            self.batch,
+            groups,
+            comm,
+            axis,
+            pipeline.rank_of,
+            self.seed,
+            grads,
+            recorder,
+            len(here),
+            own,
+            of_inputs,
+            keeps,
+        )
         functions = self.program.program.stages
         stages = {k: StageRun(k, work, functions[k], pipeline.stages[k], state, sums.get(k, {})) for k in here}
         for number, stage in stages.items():
@@ -243,6 +266,15 @@ class PipelineStep:
             place: self.batch.output(place, [made[place][i] for i in range(self.batch.num)])
             for place in range(len(self.batch.interface.outputs))
             if made.get(place)
+        }
+
+    def _updates(self, stages: Mapping[int, StageRun]) -> Tensors:
+        """The new buffers that this rank makes, of all microbatches together."""
+        entries = {entry.name: entry for entry in self.batch.interface.updates}
+        return {
+            name: self.batch.together_of(entries[name], [values[i] for i in range(self.batch.num)])
+            for stage in stages.values()
+            for name, values in stage.updates.items()
         }
 
     def _shared(
@@ -311,10 +343,6 @@ def _functions(
         Kind.RESHARD: on_stage(StageRun.reshard),
         Kind.REDUCE_GRAD: on_stage(reduce),
     }
-
-
-def _updates(stages: Mapping[int, StageRun]) -> Tensors:
-    return {name: stage.state[name] for stage in stages.values() for name in stage.interface.updates}
 
 
 def _check_done(stages: Mapping[int, StageRun], rank: int, *, reduced: bool) -> None:

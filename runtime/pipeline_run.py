@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.runtime.branches import Late
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.input_gradients import as_handed_in, wanted_of
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import whole_output
@@ -48,8 +50,8 @@ class PipelineRun:
         outputs = tuple(own if zero is None else zero for own, zero in zip(result.outputs, zeros, strict=True))
         return self._outputs(replace(result, outputs=outputs), refuses=torch.is_grad_enabled()), result.updates
 
-    def train(self, loss: int) -> Found:
-        """The whole schedule; gradients are added to `.grad`. loss: its place among the outputs.
+    def train(self, loss: int, late: Late) -> Found:
+        """The whole schedule. loss: its place among the outputs. late: gets the gradients.
 
         Raises:
             AutoparError: the loss is no scalar that parameters lead to.
@@ -63,16 +65,16 @@ class PipelineRun:
             )
         one = torch.ones((), dtype=getattr(torch, entry.dtype), device=self.step.comm.device)
         places = [place for place, output in enumerate(interface.outputs) if output.differentiable]
+        wanted = wanted_of(interface, self.step.batch.inputs)
         with torch.no_grad():
             result = self.step.train(self._state(), tuple(one if place == loss else None for place in places))
-            pairs = [
+            late += [
                 (self.parameters[entry.name], gradient)
                 for entry in interface.parameters
                 if (gradient := self._gradient(entry, result.gradients, loss)) is not None
             ]
-        if pairs:
-            # From the leaves themselves, so that accumulation and the hooks on parameters are autograd's.
-            torch.autograd.backward([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs])
+            found = as_handed_in(self.step.batch, result.inputs, wanted, (loss,))
+            late += [(x, gradient) for x, gradient in zip(wanted, found, strict=True) if gradient is not None]
         return self._outputs(result, refuses=False), result.updates
 
     def _state(self) -> Tensors:

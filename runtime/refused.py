@@ -15,21 +15,8 @@ from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import format_sharding
 from autopar.runtime.holders import holders
 from autopar.runtime.placements import to_dtensor_placements
-from autopar.strategies.pipelining.spec import AXIS
 
 PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def check_inputs(inputs: Mapping[Any, Any], axes: Sequence[str]) -> None:
-    """Raises an AutoparError where an input wants a gradient, and a pipeline gives none: it would be lost."""
-    for name, value in inputs.items():
-        if AXIS in axes and torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
-            raise AutoparError(
-                f"input {name} requires a gradient, which a pipeline does not give",
-                values=f"{tuple(value.shape)} {value.dtype}, the mesh has the axis {AXIS}",
-                remedy="Hand in its .detach() where that gradient is not wanted (a teacher's logits); else compile one "
-                f"module whose forward makes the input, too, and calls the model, or use a mesh without {AXIS}",
-            )
 
 
 def check_made_apart(inputs: Mapping[Any, Any], model: nn.Module) -> None:

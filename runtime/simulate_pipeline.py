@@ -10,10 +10,11 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import TensorInterface
+from autopar.ir.values import gradient_key
 from autopar.runtime.event import Event
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import shard
-from autopar.runtime.microbatches import make_batch, whole_output
+from autopar.runtime.microbatches import make_batch, whole_batch, whole_output
 from autopar.runtime.pipeline import PipelineProgram, PipelineResult, PipelineStep
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 from autopar.runtime.simulation import SimulationResult, assemble_checked, gradient_of, shard_state
@@ -82,6 +83,10 @@ def simulate_pipeline(
                 for number, rank in enumerate(ranks)
             ]
             gradients[entry.name] = whole(places, values, entry, "gradient")
+    for entry in interface.wanted:
+        if wants_backward and entry.is_reached(given):
+            key, each = gradient_key(entry.name), whole_batch(entry, interface.microbatches)
+            gradients[key] = whole(everywhere, [r.result.inputs[key] for r in ranks], each, "gradient of the input")
     events = tuple(rank.events for rank in ranks)
     return SimulationResult(tuple(outputs), gradients, events, 0 if wants_backward else len(events[0]), updates)
 

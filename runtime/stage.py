@@ -22,6 +22,7 @@ from autopar.ir.interface import StageInterface, TensorInterface
 from autopar.ir.sharding import Sharding
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Pending
+from autopar.runtime.input_gradients import InputGradients
 from autopar.runtime.layout import local_part_shape, piece_of_block
 from autopar.runtime.loader import LoadedStage, Tensors
 from autopar.runtime.microbatches import Batch, seeds_of
@@ -40,7 +41,7 @@ class Work:
     comm: of the whole mesh; the batch's is that of one stage. groups: the microbatches that the number of an action
     stands for, all of them or some (`Batch.together`). own: the inputs that they take, by name. grads: local, one for
     each differentiable output; None where there is no backward. keeps_outputs: larger ones than scalars, too. pending:
-    what was sent, and may not have left.
+    what was sent, and may not have left. inputs_gradients: collects those of the step's inputs.
     """
 
     batch: Batch
@@ -53,6 +54,7 @@ class Work:
     recorder: Recorder
     num_here: int
     own: frozenset[str]
+    inputs_gradients: InputGradients
     keeps_outputs: bool = True
     pending: list[Pending] = field(default_factory=list)
     inputs: dict[int, tuple[int, Tensors]] = field(default_factory=dict)
@@ -147,7 +149,7 @@ class StageRun:
         self.saved: dict[int, list[Any]] = {}
         self.kept: dict[int, list[Any]] = {}
         self.outputs: dict[int, dict[int, Tensor]] = {work.output_of(place, 0)[0]: {} for place in interface.outputs}
-        self.num_forwards = 0
+        self.updates: dict[str, dict[int, Tensor]] = {}
 
     def clear_runtime_states(self) -> None:
         """For torch's runtime; a stage lives for one step."""
@@ -183,16 +185,8 @@ class StageRun:
 
     def forward(self, i: int) -> None:
         """F of microbatch `i`."""
-        work, interface = self.work, self.interface
+        work = self.work
         self._be_unsharded()
-        if interface.updates and i != self.num_forwards:
-            raise AutoparError(
-                f"microbatches change {interface.updates[0]} one after the other",
-                where=f"{self.stage_index}F{i}",
-                values=f"microbatch {self.num_forwards} comes next",
-                remedy="use a schedule whose forwards of a stage are in the order of the microbatches",
-            )
-        self.num_forwards += 1
         received = self._taken(self.received, i, "F")
         with work.recorder.action(f"{self.stage_index}F{i}"):
             inputs, seed = work.inputs_of(i), seeds_of(work.seed, work.groups[i], self.comm.device)
@@ -208,11 +202,8 @@ class StageRun:
             own, microbatch = work.output_of(place, i)
             if microbatch is not None and (work.keeps_outputs or not entries[own].shape):
                 self.outputs[own][microbatch] = piece_of_block(self.comm, value, entries[own])
-        if updates:
-            self.state = dict(self.state)
-            for entry in work.batch.interface.updates:
-                if entry.name in updates:
-                    self.state.update(dict.fromkeys((entry.name, *entry.aliases), updates[entry.name]))
+        for name, value in updates.items():
+            self.updates.setdefault(name, {})[i] = value
         self._check_values(tuple(sent), self._sent_shapes(), f"{self.stage_index}F{i}", "values to send")
         if self.after is not None:
             self.after.received[i] = tuple(sent)
@@ -259,9 +250,14 @@ class StageRun:
 
     def _give_back(self, i: int, found: Sequence[Tensor | None], kind: str) -> None:
         """The gradients of what was received, to the stage before."""
-        wanted = self._gradient_shapes(sends=False)
-        if len(found) != len(wanted):
-            raise self._other_number(f"{self.stage_index}{kind}{i}", "gradients to send back", len(found), len(wanted))
+        wanted, of_inputs = self._gradient_shapes(sends=False), self.interface.wanted
+        count = len(wanted)
+        if len(found) != count + len(of_inputs):
+            number = count + len(of_inputs)
+            raise self._other_number(f"{self.stage_index}{kind}{i}", "gradients to send back", len(found), number)
+        terms = {name: x for name, x in zip(of_inputs, found[count:], strict=True) if x is not None}
+        self.work.inputs_gradients.take_some(self.work.groups[i], terms)
+        found = found[:count]
         grads = tuple(
             torch.zeros(shape, dtype=dtype, device=self.comm.device) if grad is None else grad
             for grad, (shape, dtype) in zip(found, wanted, strict=True)

@@ -16,6 +16,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, tr
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
 from autopar.runtime.apart import apart
+from autopar.runtime.branches import Late
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.input_gradients import InputGradients, as_handed_in, wanted_of
 from autopar.runtime.layout import in_blocks, local_part_shape, piece_of_block, redistribute, resized, shard
@@ -58,18 +59,18 @@ class Step:
     hooked: set[int] = field(default_factory=set)
 
     def forward(self, state: Tensors) -> Forwarded:
-        """All microbatches' forwards. Each sees the buffers as the one before left them."""
+        """All microbatches' forwards, each from the buffers that the step found; new ones are joined as outputs are."""
         held: Tensors = {}
         state = in_blocks(self.batch.interface, state)
         done: list[tuple[Tensor, ...]] = []
         kept: list[Any] = []
-        states: list[Tensors] = []
+        changed: list[Tensors] = []
         for group in self.batch.together:
-            states.append(state)
-            outputs, saved, state = self._forward_of(group, state, held)
+            outputs, saved, updates = self._forward_of(group, state, held)
             done += outputs
             kept.append(saved)
-        return Forwarded(self._combined(done), self._updates(state), kept, states, held)
+            changed.append(updates)
+        return Forwarded(self._combined(done), self._updates(changed), kept, [state] * len(kept), held)
 
     def backward(self, states: Sequence[Tensors], saved: Sequence[Any], held: Tensors, grads: Grads) -> Tensors:
         """All microbatches' backwards; the local gradients by parameter name, and of inputs by `gradient_key`.
@@ -104,22 +105,23 @@ class Step:
         gradients: Tensors = {}
         state = in_blocks(self.batch.interface, state)
         done: list[tuple[Tensor, ...]] = []
+        changed: list[Tensors] = []
         parts: list[Grads] = []
         loss, last = 0, self.batch.together[0]
         for group in self.batch.together:
-            before = state
-            outputs, saved, state = self._forward_of(group, before, held)
+            outputs, saved, updates = self._forward_of(group, state, held)
             done += outputs
+            changed.append(updates)
             if not parts:
                 loss = find_loss(outputs[0])
                 parts = self._loss_parts(outputs[0], loss)
                 last = [each for each in self.batch.together if _reached(parts, each)][-1]
             if _reached(parts, group):
                 with self._recorded(group[0]):
-                    found = self._backward_of(group, before, held, saved, parts, sums, group == last)
+                    found = self._backward_of(group, state, held, saved, parts, sums, group == last)
                     gradients = found or gradients
             del saved
-        return Forwarded(self._combined(done), self._updates(state), [], [], {}), gradients, loss
+        return Forwarded(self._combined(done), self._updates(changed), [], [], {}), gradients, loss
 
     def for_gradients(self, grads: Sequence[Tensor | None]) -> tuple[Step, Grads]:
         """The step with a program whose backward takes these gradients, and the gradients as it takes them.
@@ -152,7 +154,7 @@ class Step:
     def _forward_of(
         self, group: tuple[int, ...], state: Tensors, held: Tensors
     ) -> tuple[list[tuple[Tensor, ...]], Any, Tensors]:
-        """Outputs of each microbatch of a group, what backward needs, and the state with the buffers that changed."""
+        """Outputs of each microbatch of a group, what backward needs, and the new buffers."""
         batch, interface = self.batch, self.batch.interface
         inputs = batch.inputs_of(group)
         seeds = seeds_of(self.seed, group, batch.comm.device)
@@ -166,10 +168,7 @@ class Step:
                 where=batch.program.filename,
                 values=f"{cut} outputs, {len(interface.updates)} new buffers",
             )
-        if interface.updates:
-            state = dict(state)
-            for entry, value in zip(interface.updates, outputs[cut:], strict=True):
-                state.update(dict.fromkeys((entry.name, *entry.aliases), value))
+        updates = {entry.name: value for entry, value in zip(interface.updates, outputs[cut:], strict=True)}
         results = [
             tuple(
                 piece_of_block(batch.comm, value, entry)
@@ -177,7 +176,7 @@ class Step:
             )
             for place in range(len(dict.fromkeys(group)))
         ]
-        return results, saved, state
+        return results, saved, updates
 
     def _backward_of(
         self,
@@ -209,8 +208,10 @@ class Step:
     def _combined(self, done: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return tuple(self.batch.output(place, values) for place, values in enumerate(zip(*done, strict=True)))
 
-    def _updates(self, state: Tensors) -> Tensors:
-        return {entry.name: state[entry.name] for entry in self.batch.interface.updates}
+    def _updates(self, changed: Sequence[Tensors]) -> Tensors:
+        """changed: the new buffers of each microbatch."""
+        entries = self.batch.interface.updates
+        return {e.name: self.batch.together_of(e, [each[e.name] for each in changed]) for e in entries}
 
     def _parts(self, grads: Grads, i: int) -> Grads:
         places = [place for place, entry in enumerate(self.batch.interface.outputs) if entry.differentiable]
@@ -292,15 +293,13 @@ def run_step(step: Step, parameters: Sequence[Tensor], buffers: Tensors) -> tupl
 
 
 def run_step_in_turn(
-    step: Step, parameters: Sequence[Tensor], buffers: Tensors, find_loss: Callable[[Sequence[Tensor]], int]
+    step: Step, parameters: Sequence[Tensor], buffers: Tensors, find_loss: Callable[[Sequence[Tensor]], int], late: Late
 ) -> tuple[list[Tensor], Tensors]:
-    """As `run_step` and `loss.backward()`: one microbatch after the other, gradients added to `.grad`."""
+    """As `run_step` and `loss.backward()`: one microbatch after the other. late: gets the gradients."""
     with torch.no_grad():
         done, gradients, loss = step.in_turn(state_of(step.batch.interface, parameters, buffers), find_loss)
     found = zip(parameters, _as_dtensors(gradients, parameters, step.batch, {loss}), strict=True)
-    pairs = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
-    # From the leaves themselves, so that accumulation and the hooks on parameters are autograd's.
-    torch.autograd.backward([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs])
+    late += [(parameter, gradient) for parameter, gradient in found if gradient is not None]
     return _as_outputs(step, done.outputs, parameters), done.updates
 
 

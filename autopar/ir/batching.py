@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Combine = Literal["concat", "mean", "sum", "weighted", "same"]
@@ -24,7 +24,8 @@ class Batching:
     """How a program depends on its batch.
 
     inputs: the dim along which microbatches cut each input; None: every microbatch has it whole. outputs: one for each
-    of the program's, in order. weight: the text of `loss_weight(inputs)`, empty where no output is weighted. It gives a
+    of the program's, in order. updates: of the buffers that forward changes, each microbatch of which starts from what
+    the step found. weight: the text of `loss_weight(inputs)`, empty where no output is weighted. It gives a
     scalar (float64 on the CPU, else float32) and is to be run where `torch`, `F` (torch.nn.functional), `ops`
     (autopar.operators) and `aten` (torch.ops.aten) are known.
     """
@@ -32,3 +33,4 @@ class Batching:
     inputs: Mapping[str, int | None]
     outputs: tuple[OutputBatching, ...]
     weight: str = ""
+    updates: Mapping[str, OutputBatching] = field(default_factory=dict)

@@ -36,7 +36,8 @@ and for each kind of stage, called with its ranges as keyword arguments,
 tuples of local tensors in the order of the stage's `receives` and `sends`. `outputs` and `roots` are by the place of an
 output in `ProgramInterface.outputs` (where two microbatches go through together, those of the second behind all of the
 first): the outputs that this stage makes, and the gradients of those that are differentiable. `updates` are by buffer
-name. `grads` and `received_grads` hold one gradient per differentiable entry of `sends` and of `receives`. `sums` is a
+name. `grads` and `received_grads` hold one gradient per differentiable entry of `sends` and of `receives`, the latter
+then one per input that the stage has as `wanted`. `sums` is a
 dict of the stage's own, empty at the start of a step; `first_reduce` empties it and returns the local gradients in
 their parameters' stored sharding. Defined are those of `backward` and its two halves that the schedule uses.
 """
@@ -58,8 +59,8 @@ class TensorInterface:
     name: a parameter's or buffer's fully qualified name, an input's keyword (a path such as `x.0` inside nested
     inputs), an output's field. `aliases` are the other names of a tied parameter.
     batch_dim: the dim along which microbatches cut an input, or along which an output's are put together again; None
-    for what every microbatch has whole. combine: how outputs of microbatches become the step's: `concat` along
-    batch_dim, `mean`, `sum`, `weighted` (an average with `loss_weight`), `same`.
+    for what every microbatch has whole. combine: how outputs of microbatches, and new buffers, become the step's:
+    `concat` along batch_dim, `mean`, `sum`, `weighted` (an average with `loss_weight`), `same`.
     block: the local shape that the program deals in where pieces are uneven: a parameter's are padded with zeros to it
     before they go in, gradients and outputs trimmed to the rank's piece when they come out.
     gradient: the sharding of its gradient, where it is a differentiable value that travels between stages.
@@ -100,7 +101,8 @@ class StageInterface:
     """One stage: what comes from the stage before and goes to the next, and what of the program's border is its own.
 
     outputs: places that it makes of the outputs of all microbatches that go through the program at once
-    (`ProgramInterface.of_program`). updates, parameters, buffers: names.
+    (`ProgramInterface.of_program`). updates, parameters, buffers: names. wanted: of the program's inputs whose
+    gradients this stage has a term of.
     """
 
     receives: tuple[TensorInterface, ...]
@@ -109,6 +111,7 @@ class StageInterface:
     updates: tuple[str, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    wanted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,12 @@ class ProgramInterface:
 
     @property
     def states(self) -> frozenset[str]:
-        """Inputs that are returned, changed, under the same name, shape and dtype, to be handed in again: caches."""
+        """Inputs that are returned, changed, under the same name, shape and dtype, to be handed in again: caches.
+
+        What is trained has none: an output may be called like an input.
+        """
+        if self.is_trained:
+            return frozenset()
         returned = {(each.name, each.shape, each.dtype) for each in self.outputs}
         return frozenset(each.name for each in self.inputs if (each.name, each.shape, each.dtype) in returned)
 

@@ -196,15 +196,18 @@ def _key_of(call: _Call) -> str:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Inside, what this thread calls of functions with their own gradients is recorded with them."""
+def kept(inputs_are_wanted: bool = False) -> Iterator[None]:
+    """Inside, what this thread calls of functions with their own gradients is recorded with them.
+
+    inputs_are_wanted: whether gradients of the batch are, too, which a trace's tensors do not say.
+    """
     owner = threading.get_ident()
     changed: dict[Any, Any] = {}
     apply = vars(Function)["apply"]
 
     def take(kind: Any) -> None:
         changed[kind] = vars(kind).get("forward")
-        kind.forward = staticmethod(_recorded(kind, kind.forward, owner))
+        kind.forward = staticmethod(_recorded(kind, kind.forward, owner, inputs_are_wanted))
 
     def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
         if kind not in changed and threading.get_ident() == owner and _is_users(kind):  # defined, or imported, inside
@@ -259,7 +262,7 @@ def _line_of(kind: Any) -> str | None:
         return None
 
 
-def _recorded(kind: Any, forward: Callable[..., Any], owner: int) -> Callable[..., Any]:
+def _recorded(kind: Any, forward: Callable[..., Any], owner: int, inputs_are_wanted: bool) -> Callable[..., Any]:
     has_setup = has_setup_context(kind)
 
     @functools.wraps(forward)
@@ -267,7 +270,9 @@ def _recorded(kind: Any, forward: Callable[..., Any], owner: int) -> Callable[..
         if threading.get_ident() != owner:
             return forward(*args)
         if kind is CheckpointFunction:  # what it runs again has the gradient of its operators
-            return _checkpointed(*args)
+            again = _checkpointed(*args)
+            # As in eager: what it runs gets no gradient where none of what it is given wants one.
+            return again if inputs_are_wanted or any(args[0].needs_input_grad) else _without_gradient(again)
         given = args if has_setup else args[1:]
         floating = [isinstance(x, Tensor) and x.is_floating_point() for x in given]
         context = Context(floating)
@@ -292,6 +297,11 @@ def _checkpointed(ctx: Any, function: Callable[..., Any], preserves: bool, *args
         return function(*args)
     finally:
         set_grad_enabled(False)
+
+
+def _without_gradient(found: Any) -> Any:
+    leaves, spec = tree_flatten(found)
+    return tree_unflatten([x.detach() if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
 def _with_gradient(kind: Any, context: Context, given: Sequence[Any], floating: Sequence[bool], found: Any) -> Any:

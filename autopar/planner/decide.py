@@ -128,12 +128,6 @@ def _wanted(inputs: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:
             f"input {min(caches)} requires a gradient, and caches have none",
             remedy="make the cache under torch.no_grad(), or hand it in detached",
         )
-    if names and AXIS in mesh.axis_names:
-        raise AutoparError(
-            f"input {min(names)} requires a gradient, which a pipeline does not give",
-            values=f"the mesh has the axis {AXIS}",
-            remedy=f"use a mesh without {AXIS}; hand in its .detach() where that gradient is not wanted",
-        )
     return names
 
 

@@ -65,9 +65,9 @@ class Attempt(Request):
     decides whether the placement will do, but takes no part in it. overlap_price, alike: as of `place`.
     together: how many microbatches go through the program at once. hides_exchanges: exchanges count what waits for them
     where all that may run beside them does. explain: work out why, when nothing can be placed (costs time).
-    captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
-    attempts that are made of this one (`dataclasses.replace`) use them too. learnt: what attempts on one annotated
-    program tell of others on it.
+    captured: the whole batch's program ("whole"; "parts": as one that comes in microbatches), and those of numbers of
+    microbatches, once they are captured; attempts that are made of this one (`dataclasses.replace`) use them too.
+    learnt: what attempts on one annotated program tell of others on it.
     """
 
     rematerialize: Mode = "none"

@@ -18,6 +18,19 @@ from autopar.passes.batch.states import Rows, State, Whole
 
 _ZEROS = frozenset({"aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default"})
 _MAX_ELEMENTS = 1 << 20
+_ASKING = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not"})
+"""Operators that ask something of each element of a tensor."""
+_SEEN_OTHERWISE = frozenset(
+    {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "alias"}
+    | {"transpose", "permute", "t", "detach"}
+)
+"""Operators whose result has the elements of their operand, perhaps in another order."""
+_CASTS = frozenset({"to", "_to_copy"})
+
+
+def _is_answer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
 def is_zero(node: fx.Node) -> bool:
@@ -46,6 +59,25 @@ class Values:
     def same(self, a: fx.Node | None, b: fx.Node | None) -> bool:
         """Whether two nodes are computed alike from the same values."""
         return a is b or (a is not None and b is not None and self._key(a) == self._key(b))
+
+    def same_count(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two counts are of the same elements, in whichever shapes these are seen and asked."""
+        return self.same(a, b) or ((of_a := self._counted(a)) is not None and of_a == self._counted(b))
+
+    def _counted(self, count: fx.Node) -> tuple[object, ...] | None:
+        """What a sum of all elements is of: a tensor, and what is asked of each of its elements, last first."""
+        if count.target is not torch.ops.aten.sum.default:
+            return None
+        asked: list[object] = []
+        node = count.args[0]
+        while isinstance(node, fx.Node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
+            name, (operand,) = str(node.target).removeprefix("aten.").split(".")[0], node.all_input_nodes
+            if name in _ASKING:
+                asked.append((str(node.target), repr(node.args[1:])))
+            elif name not in _SEEN_OTHERWISE and not (name in _CASTS and _is_answer(operand)):
+                break
+            node = operand
+        return (*asked, self._key(node)) if isinstance(node, fx.Node) else None
 
     def _key(self, node: fx.Node) -> int:
         if node not in self._keys:

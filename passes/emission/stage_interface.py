@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cost.memory.boundaries import carries_gradient
+from autopar.cost.memory.boundaries import carries_gradient, inputs_wanted_of
 from autopar.ir.interface import PipelineInterface, StageInterface, TensorInterface
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage
@@ -43,6 +43,7 @@ def _stage_interface(program: Program, number: int, stage: Stage) -> StageInterf
         updates,
         tuple(v.name for v in program.variables if v.is_parameter and v.name in used),
         tuple(v.name for v in program.variables if not v.is_parameter and (v.name in used or v.name in updates)),
+        inputs_wanted_of(program, sorted(own)) if program.training else (),
     )
 
 

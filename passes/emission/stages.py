@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cost.memory.boundaries import carries_gradient
+from autopar.cost.memory.boundaries import carries_gradient, inputs_wanted_of
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage
 from autopar.ir.values import ValueRef
@@ -163,6 +163,8 @@ class StageWriter(StepWriter):
         lines += self._backward_calls(self._backward_order(), phase)
         lines += self._tied_sums() if whole else []
         returned = [self._tangent(ref) for ref in self.stage.receives if carries_gradient(self.program, ref)]
+        own = sorted(set(self.stage.calls) - set(self.stage.recomputed))
+        returned += [self.gradients[ValueRef(name=name)] for name in inputs_wanted_of(self.program, own)]
         result = parenthesized(returned)
         lines.append(f"    return {result if whole else f'{result}, kept'}")
         parameters = "comm state held saved grads roots"

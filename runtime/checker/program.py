@@ -240,6 +240,10 @@ class _Border:
                 found = [each.gradients[entry.name] for each in stages if entry.name in each.gradients]
                 if found:
                     self.meaning.gradients({entry.name: self._sums(entry, found)})
+            for entry in self.interface.wanted:
+                # The terms in the order in which a step adds them, the last stage's first.
+                given = [each.of_inputs[entry.name] for each in reversed(stages) if entry.name in each.of_inputs]
+                self.meaning.gradients({gradient_key(entry.name): self._sums(entry, given)})
 
     def _sums(self, entry: TensorInterface, given: Sequence[Iterable[Term]]) -> list[Term]:
         """What a gradient may be that several stages have a term of."""
@@ -406,6 +410,7 @@ class _StageCheck:
         self.inputs = {name: x for name, x in inputs.items() if name in taken}
         self.held: Tensors = {}
         self.gradients: dict[str, list[Term]] = {}
+        self.of_inputs: dict[str, list[Term]] = {}
         for pending in stage.unshard(border.comm, self.state, self.held):
             pending.wait()
 
@@ -464,9 +469,11 @@ class _StageCheck:
 
     def _checked(self, back: Sequence[Tensor]) -> list[Tensor]:
         wanted = [entry for entry in self.own.receives if entry.differentiable]
+        inputs = [entry for entry in self.border.interface.wanted if entry.name in self.own.wanted]
         what = f"the gradient that stage {self.number} returns"
-        self.border._check_all(back, wanted, what, gradients=True)
-        return list(back)
+        terms = self.border._check_all(back, [*wanted, *inputs], what, gradients=True)
+        self.of_inputs = dict(zip((entry.name for entry in inputs), terms[len(wanted) :], strict=True))
+        return list(back[: len(wanted)])
 
     def _reduced(self, sums: Tensors) -> dict[str, list[Term]]:
         return self.border._check_gradients(self.stage.reduce(self.border.comm, sums), self.trained)

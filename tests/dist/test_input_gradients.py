@@ -98,10 +98,17 @@ def test_the_gradient_is_of_the_inputs_dtype() -> None:
 
 def test_what_cannot_be_is_told() -> None:
     """Breaks if a penalty on a gradient is silently none, ranks wait for each other of which one wants a gradient, one
-    goes to parameters as they were before they were cut, or a pipeline loses it.
+    goes to parameters as they were before they were cut.
     """
     for told in launch(work.refused, 2, timeout_s=120.0):
         assert "differentiated again (create_graph=True)" in told["penalty"]
         assert "the kinds of the inputs" in told["differ"] and "requires_grad" in told["differ"]
         assert "was computed from 0.weight before the first batch" in told["before"]
-        assert "requires a gradient, which a pipeline does not give" in told["stages"]
+
+
+def test_stages_of_a_pipeline() -> None:
+    """Breaks if what a batch is made of, or a prompt that all stages read, gets no gradient on some rank, or stages are
+    clipped each by a norm of its own.
+    """
+    for said in launch(work.staged, 2, timeout_s=120.0):
+        assert "compiled.clip_grad_norm_(max_norm) takes the norm over all stages" in said

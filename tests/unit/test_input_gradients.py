@@ -132,7 +132,16 @@ def test_they_take_memory() -> None:
     assert wanted - plain >= 8 * 8 * 8
 
 
-def test_pipelines_are_told() -> None:
-    """Breaks if a pipeline drops the gradient of an input without a word."""
-    with pytest.raises(AutoparError, match="input x requires a gradient, which a pipeline does not give"):
-        planned("x", mesh=autopar.Mesh({"pp": 2}), strategy="pipeline(1f1b)")
+@pytest.mark.moderate
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_stages_of_a_pipeline_add_what_each_has_of_them(schedule: str) -> None:
+    """Breaks if the gradient of an input that several stages read is one stage's, a rank has none, or half a backward
+    makes it twice.
+    """
+    mesh = autopar.Mesh({"pp": 2}, hardware="cpu")
+    plan = planned("x", "shift", mesh=mesh, strategy=f"pipeline({schedule})", microbatches=4)
+    assert plan.interface.pipeline is not None
+    stages = [stage.wanted for stage in plan.interface.pipeline.stages]
+    assert stages[0] == ("x",) and sum(stage == ("shift",) for stage in stages) > 1
+    proof = plan.verify()
+    assert proof.ok and {"gradient of input x", "gradient of input shift"} <= {each.name for each in proof.comparisons}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autopar.base.errors import AutoparError
 from autopar.ir.program import Program
@@ -49,6 +49,19 @@ def reads(program: Program, calls: Sequence[int]) -> tuple[ValueRef, ...]:
     own = set(calls)
     found = {ref for number in calls for ref in program.calls[number].arguments if ref.call >= 0}
     return tuple(sorted((ref for ref in found if ref.call not in own), key=_order))
+
+
+def inputs_wanted_of(program: Program, calls: Iterable[int]) -> tuple[str, ...]:
+    """The inputs of the program whose gradients are wanted, and of which the backwards of these calls give terms."""
+    found = {
+        ref.name
+        for number in calls
+        for ref, port in zip(
+            program.calls[number].arguments, program.region(program.calls[number].region).inputs, strict=True
+        )
+        if ref.call < 0 and port.differentiable
+    }
+    return tuple(port.name for port in program.inputs if port.differentiable and port.name in found)
 
 
 def carries_gradient(program: Program, ref: ValueRef) -> bool:

@@ -275,6 +275,7 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         stages = [
             {**asdict(stage), "receives": rows(stage.receives), "sends": rows(stage.sends)} for stage in found.stages
         ]
+        stages = [{part: x for part, x in stage.items() if x or part != "wanted"} for stage in stages]
         order = [",".join(actions) for actions in found.order]
         pipeline = {**asdict(found), "order": order, "stages": stages}
     meaning = None if interface.meaning is None else _meaning_data(interface.meaning)
@@ -335,7 +336,11 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
             StageInterface(
                 items(row["receives"]),
                 items(row["sends"]),
-                *(tuple(row[part]) for part in ("outputs", "updates", "parameters", "buffers")),
+                tuple(row["outputs"]),
+                tuple(row["updates"]),
+                tuple(row["parameters"]),
+                tuple(row["buffers"]),
+                tuple(row.get("wanted", ())),
             )
             for row in given["stages"]
         )

@@ -108,6 +108,7 @@ class StageRow(TypedDict):
     updates: list[str]
     parameters: list[str]
     buffers: list[str]
+    wanted: NotRequired[list[str]]
 
 
 class PipelineRow(TypedDict):

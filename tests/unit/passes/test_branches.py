@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.base.errors import AutoparError
 from autopar.ir.program import BRANCH
 from autopar.passes.branches import MOST_ROUNDS, put_ways
@@ -112,3 +113,37 @@ def test_what_no_program_can_follow_is_refused() -> None:
             capture(Asks(decides), {"x": torch.randn(2, 4)}, tells_ways=decides is _each)
     program = capture(Asks(_finite), {"x": torch.randn(2, 4)})
     assert not program.branches and "numbers are finite" in program.granted[0] and program.output_names == ("loss",)
+
+
+class Layer(nn.Module):
+    """Halves what is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x / 2 if x.abs().max() > 1.5 else x
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.moderate
+def test_a_pipeline_is_told_by_all_its_stages_which_way_a_batch_goes() -> None:
+    """Breaks if a branch of an early stage is not known where the step ends, or microbatches go their own ways."""
+    mesh = autopar.Mesh.parse("pp=2", hardware="cpu")
+    plan = autopar.plan(Layers(), mesh, example_inputs={"x": torch.randn(8, 4)}, strategy="pipeline(1f1b)")
+    proof = plan.verify()
+    assert proof.ok, str(proof)
+    assert plan.interface.microbatches == 1 and len(plan.interface.branches) == 4
+    assert any("by the value of a tensor that is of the whole batch" in note for note in plan.notes)

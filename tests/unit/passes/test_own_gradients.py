@@ -207,6 +207,27 @@ def test_checkpoints_have_the_gradient_of_what_they_run_again(reentrant: bool) -
     assert plan.verify().ok and plan.source.count("linear_grad_weight") == 2
 
 
+class OfInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = checkpoint(self.first, x, use_reentrant=True)
+        return self.second(first).square().mean()
+
+
+@pytest.mark.moderate
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_checkpoint_of_what_wants_no_gradient_gives_none(is_wanted: bool) -> None:
+    """Breaks if parameters are trained that a reentrant checkpoint trains in eager only where its inputs want one."""
+    x = torch.randn(4, 8).requires_grad_(is_wanted)
+    plan = autopar.plan(OfInputs(), autopar.Mesh("dp=2", "cpu"), example_inputs={"x": x}, strategy="ddp")
+    trained = {each.name for each in plan.interface.parameters if each.is_reached((0,))}
+    assert plan.verify().ok and ("first.weight" in trained) == is_wanted
+
+
 @pytest.mark.moderate
 def test_a_proof_asks_for_gradients_that_a_program_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a program without any gradient is proven, since nothing of it is asked for."""

@@ -68,7 +68,12 @@ def chain_batch(rows: int, seed: int = 1) -> dict[str, Tensor]:
 def run_chain(model: Chain, batch: dict[str, Tensor], num: int, groups: int = 1, seed: int = 0) -> dict[str, Tensor]:
     """What a step of `num` microbatches computes, with torch's autograd: the loss of the whole batch."""
     parts = [{k: take_rows(x, 0, i, num, groups) for k, x in batch.items()} for i in range(num)]
-    found = [model(**part, seed=seed_of(seed, i, torch.device("cpu"))) for i, part in enumerate(parts)]
+    found, before, after = [], model.seen.clone(), []
+    for i, part in enumerate(parts):
+        model.seen.copy_(before)
+        found.append(model(**part, seed=seed_of(seed, i, torch.device("cpu"))))
+        after.append(model.seen.clone())
+    model.seen.copy_(torch.stack(after).mean())
     weights = torch.stack([each["number"].double() for each in found])
     losses = [each["loss"] * w / weights.sum() for each, w in zip(found, weights, strict=True) if w]
 
@@ -111,7 +116,7 @@ def chain_interface(
         tensor("first", (rows, WIDTH), split, batch_dim=0, combine="concat"),
         tensor("number", (), dtype="int64", combine="sum"),
     )
-    seen = tensor("seen", ())
+    seen = tensor("seen", (), combine="mean")
     own = [tuple(f"blocks.{n}.{kind}" for n in _blocks(k) for kind in ("weight", "bias")) for k in range(stages)]
     parts = tuple(
         StageInterface(

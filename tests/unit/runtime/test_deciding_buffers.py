@@ -118,3 +118,38 @@ def test_a_batch_that_goes_another_way_gets_a_program_and_leaves_no_trace_in_the
     assert planned[5] == planned[2], "ways that were met before"
     found["loss"].backward()
     assert compiled.linear.bias.grad is not None
+
+
+class Counted(nn.Module):
+    """Follows the mean of what it sees, and weighs every second step otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.steps: Tensor
+        self.seen: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x - self.seen)
+        self.seen.mul_(0.5).add_(0.5 * x.mean(0))
+        self.steps += 1
+        if self.steps % 2 == 0:
+            y = y.square()
+        return y.square().mean()
+
+
+@pytest.mark.moderate
+def test_microbatches_go_one_way_and_change_buffers_as_the_whole_batch_does(one_rank: None) -> None:
+    """Breaks if each microbatch counts, starts from another's buffers, or gradients of a run that is dropped stay."""
+    torch.manual_seed(0)
+    plain, mesh = Counted(), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    compiled: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="ddp", microbatches=2)
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        plain(x).backward()
+        compiled.train_step(x)
+        assert compiled.steps == plain.steps and torch.allclose(compiled.seen, plain.seen)
+        torch.testing.assert_close(compiled.linear.weight.grad.full_tensor(), plain.linear.weight.grad)
+    assert compiled.plan.interface.microbatches == 2
