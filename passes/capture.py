@@ -55,6 +55,7 @@ from autopar.passes.read_numbers import Numbers
 from autopar.passes.recurrent import Packs
 from autopar.passes.told import Telling, rows_among, start_of, with_told
 from autopar.passes.usual import Checked, Decides, Usual
+from autopar.passes.written_down import WrittenDown
 
 logger = logging.getLogger("autopar.capture")
 
@@ -263,8 +264,9 @@ def _whole(
         clone.forward = Ragged(numbers, usual).within(clone.forward)
         branches = Branches(clone, now, usual if in_parts or not tells_ways else None, tells_ways)
         clone.forward = branches.within(clone)
+        clone.forward = (written := WrittenDown()).within(clone.forward)
         asking = (known,) if values or knows_made else ()
-        modes = (chosen, counted, usual, *asking, Checked(usual), PlainReads(counted), telling)
+        modes = (chosen, counted, usual, *asking, Checked(usual), PlainReads(counted), written, telling)
         try:
             with compat.traced_in(mode), whole_numbers(numbers, files):
                 exported = _export(clone, batch(mode), branches, numbers, *modes)
@@ -315,7 +317,9 @@ def _whole(
         for name, line in sorted(known.decided.items())
     )
     return replace(
-        program, by_value=tuple(sorted(known.decided)), notes=(*program.notes, *notes, *branches.notes, *kept.notes)
+        program,
+        by_value=tuple(sorted(known.decided)),
+        notes=(*program.notes, *notes, *branches.notes, *kept.notes, *written.notes),
     )
 
 

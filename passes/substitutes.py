@@ -238,6 +238,24 @@ def _by_rows(targets: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
     return torch.where(mask, source, 0).gather(1, order)
 
 
+def _allclose(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _is_known(input) and _is_known(other):
+        return torch.allclose(input, other, *args, **kwargs)
+    return torch.isclose(input, other, *args, **kwargs).all()
+
+
+def _equal(input: Tensor, other: Tensor) -> Any:
+    if input.shape != other.shape:
+        return False
+    if _is_known(input) and _is_known(other):
+        return torch.equal(input, other)
+    return (input == other).all()
+
+
+def _is_known(x: Tensor) -> bool:
+    return compat.node_of(x) is None
+
+
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.instance_norm: _instance_norm,
@@ -254,6 +272,10 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    torch.allclose: _allclose,
+    torch.Tensor.allclose: _allclose,
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
     **recurrent.FUNCTIONS,
     **sparse.FUNCTIONS,
     **spectra.FUNCTIONS,

@@ -92,7 +92,8 @@ class Leaves(Net):
         self.heat = 0.9 * self.heat + 0.1 * loss.item()
         self.losses.append(float(loss))
         self.seen["last"].append(loss.detach())
-        return {"loss": loss / (1 + self.heat), "again": loss.detach()}
+        loss = loss / (1 + self.heat)
+        return {"loss": loss, "again": loss.detach()}
 
 
 def steps(model: Any, number: int) -> list[Any]:
@@ -173,6 +174,23 @@ class GoesByItsLosses(Net):
         loss = self.through(x, *self.layers).square().mean()
         self.losses.append(loss.item())
         return loss * len(self.losses)
+
+
+class Logs(Net):
+    """Blocks that repeat, and a loss that is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.through(x, *self.layers).square().mean()
+        self.losses.append(loss.detach())  # type: ignore[arg-type]
+        return loss
+
+
+def test_what_a_model_of_blocks_leaves_is_no_result_of_its_own() -> None:
+    """Breaks if a model that is traced block by block returns what it leaves."""
+    program = capture(Logs(3), {"x": torch.randn(2, WIDTH)}, tells_ways=True)
+    assert [str(each.held) for each in program.carried] == ["losses"] and program.output_leaves == (0,)
+    program = capture(Logs(3), {"x": torch.randn(2, WIDTH)})
+    assert not program.carried and any("forward() sets losses" in note for note in program.notes)
 
 
 def test_a_list_that_grows_and_is_gone_by_is_refused() -> None:
