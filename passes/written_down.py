@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.base.torch_compat.values import checking_tensors
 from autopar.passes.checks import frame_of_model
 from autopar.passes.source import expression_asked, is_said
 from autopar.passes.usual import line_of
@@ -40,18 +40,11 @@ class WrittenDown(TorchFunctionMode):
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward whose checks of torch's may be given tensors."""
-        original = torch._check
-
-        def check(cond: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(bool(cond) if isinstance(cond, Tensor) else cond, *args, **kwargs)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            torch._check = check
-            try:
+            with checking_tensors():
                 return forward(*args, **kwargs)
-            finally:
-                torch._check = original
 
         return run
 

@@ -50,3 +50,18 @@ def all_nonzero() -> contextlib.AbstractContextManager[None]:
     config: Any = fx_config
     patched: contextlib.AbstractContextManager[None] = config.patch(meta_nonzero_assume_all_nonzero=True)
     return patched
+
+
+@contextlib.contextmanager
+def checking_tensors() -> Iterator[None]:
+    """Inside, `torch._check` asks a tensor whether it is so, as `assert` does; torch's own takes no tensors."""
+    original = torch._check
+
+    def check(cond: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(bool(cond) if isinstance(cond, torch.Tensor) else cond, *args, **kwargs)
+
+    torch._check = check
+    try:
+        yield
+    finally:
+        torch._check = original
