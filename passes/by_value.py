@@ -52,12 +52,19 @@ class ByValue(TorchFunctionMode):
 
     decided: the names of inputs whose values decided something -> the model's line that asked first. looked_up: of
     inputs that choose rows of a table, as tokens do: they differ in every batch. leaves_branches: whether programs say
-    which way branches go (`branches.py`), which then decide nothing here.
+    which way branches go (`branches.py`), which then decide nothing here. takes: is told of buffers that decide: name,
+    traced, and the line; none of them is in `decided`.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], leaves_branches: bool = False) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        leaves_branches: bool = False,
+        takes: Callable[[str, Tensor, str], None] | None = None,
+    ) -> None:
         super().__init__()
-        self.values, self._leaves_branches = values, leaves_branches
+        self.values, self._leaves_branches, self._takes = values, leaves_branches, takes
+        self._buffers: dict[str, Tensor] = {}
         self._known: dict[int, _Known] = {}
         self.decided: dict[str, str] = {}
         self.looked_up: set[str] = set()
@@ -68,6 +75,14 @@ class ByValue(TorchFunctionMode):
             with computed():
                 value = self.values[name].clone()
             self._keep(traced, value, frozenset({name}))
+
+    def give_buffer(self, name: str, traced: Tensor, value: Tensor) -> None:
+        """Say what a small buffer of whole numbers holds."""
+        if self._takes is not None and not value.is_floating_point() and value.numel() <= MOST_IN_A_ROW:
+            self._buffers[name] = traced
+            with computed():
+                own = value.detach().cpu().clone()
+            self._keep(traced, own, frozenset({name}))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -224,7 +239,7 @@ class ByValue(TorchFunctionMode):
 
     def _is_all(self, name: str, known: _Known) -> bool:
         """Whether a value has a number for each of an input's, not what a few say."""
-        return known.value.numel() == self.values[name].numel()
+        return name in self.values and known.value.numel() == self.values[name].numel()
 
     def _of(self, traced: Any) -> _Known | None:
         return self._known.get(id(traced)) if isinstance(traced, Tensor) else None
@@ -241,10 +256,13 @@ class ByValue(TorchFunctionMode):
                 del self._known[key]
 
     def _decide(self, sources: frozenset[str]) -> None:
-        frame = frame_of_model(sys._getframe(1))
+        frame = frame_of_model(sys._getframe(1), own=True)
         line = "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         for name in sorted(sources):
-            self.decided.setdefault(name, line)
+            if name not in self._buffers:
+                self.decided.setdefault(name, line)
+            elif self._takes is not None:
+                self._takes(name, self._buffers[name], line)
 
 
 def _leaves(tree: Any) -> list[Any]:

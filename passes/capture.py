@@ -249,8 +249,8 @@ def _whole(
     start = start_of(model)
     wanted = start.wanted
     while True:
-        mode, known = compat.fake_mode(), ByValue(values, leaves)
-        usual = Usual(_measured(inputs), _marks(inputs), held, leaves)
+        mode, usual = compat.fake_mode(), Usual(_measured(inputs), _marks(inputs), held, leaves)
+        known = ByValue(values, leaves, usual.takes_buffer)
         clone = traced_copy(model, precision, mode)
         counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone, wanted.held)
         if wanted:
@@ -259,7 +259,7 @@ def _whole(
         carries = Carries(clone, numbers, wanted.held, telling.made)
         clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = telling.within(carries.within(clone.forward) if may_carry else clone.forward, carries)
-        clone.forward = _given(known, chosen, usual.guarding(clone))
+        clone.forward = _given(known, chosen, usual.guarding(clone), clone, held if knows_made and not values else {})
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers, usual).within(clone.forward)
         branches = Branches(clone, now, usual if in_parts or not tells_ways else None, tells_ways)
@@ -323,8 +323,10 @@ def _whole(
     )
 
 
-def _given(known: ByValue, chosen: Chosen, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that tells which tensors its inputs are.
+def _given(
+    known: ByValue, chosen: Chosen, forward: Callable[..., Any], model: nn.Module, held: Mapping[str, torch.Tensor]
+) -> Callable[..., Any]:
+    """A forward that tells which tensors its inputs are, and what the given buffers hold.
 
     Raises:
         AutoparError: it returns a number of values that are known: where they are not, it is read.
@@ -334,6 +336,9 @@ def _given(known: ByValue, chosen: Chosen, forward: Callable[..., Any]) -> Calla
     def run(*args: Any, **kwargs: Any) -> Any:
         for name, leaf in compat.tree_leaves_with_path(kwargs):
             known.give(name, leaf)
+        for name, buffer in model.named_buffers():
+            if name in held:
+                known.give_buffer(name, buffer, held[name])
         chosen.numbers = False
         found = forward(*args, **kwargs)
         if chosen.numbers and known.decided:

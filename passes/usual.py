@@ -121,6 +121,14 @@ class Usual(TorchFunctionMode):
         """A mask chooses so many rows that one of a certain number is among them."""
         self._take(is_there, f"that a mask chooses enough rows ({line_of(sys._getframe(1))})")
 
+    def takes_buffer(self, name: str, traced: Tensor, line: str) -> None:
+        """A buffer of whole numbers, by which sizes go, holds what it holds here."""
+        if name not in self.asked_of:
+            self.asked_of[name] = line
+            with computed():
+                numbers = self.buffers[name].tolist()
+            self._take((traced == torch.tensor(numbers)).all(), f"that {name} is as here ({line})")
+
     def takes_longest(self, fits: Tensor, frame: FrameType) -> None:
         """What is as long as the longest of packed sequences is as long as what was packed.
 

@@ -74,6 +74,23 @@ class Out(Base):
         return n.max()
 
 
+class Padded(nn.Module):
+    """The way of audio codecs: how much is padded is computed of buffers of whole numbers."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.linear, self.counts = nn.Linear(4, 4), counts
+        self.stride: Tensor
+        self.register_buffer("stride", torch.tensor(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = torch.ceil((x.shape[-1] - 1) / self.stride + 1).to(torch.int64)
+        if self.counts:
+            self.stride.add_(1)
+        padded = nn.functional.pad(x, (self.stride - 1, frames * self.stride - x.shape[-1]))  # type: ignore[arg-type]
+        return self.linear(padded.unfold(1, 4, 2)).square().mean()
+
+
 class ReadBack(nn.Module):
     """A number written at a place of a tensor, or by an operator, and read from it as a number of Python's."""
 
@@ -106,6 +123,18 @@ def test_sizes_that_differ_from_step_to_step_are_refused(kind: type[Base]) -> No
     with pytest.raises(AutoparError, match=r"makes a (number, or a )?size.* by the values of a tensor") as raised:
         capture(kind(), {"x": torch.randn(8, 16)})
     assert "test_made_values.py" in str(raised.value)
+
+
+def test_sizes_by_buffers_are_known_and_guarded() -> None:
+    """Breaks if sizes that small buffers say are refused, or if nobody looks whether the buffer is still so: the step
+    would be another one.
+    """
+    x = torch.randn(8, 16)
+    plan = autopar.plan(Padded(), MESH, example_inputs={"x": x}, strategy="ddp")
+    assert any("takes for granted that stride is as here (test_made_values.py:" in note for note in plan.notes)
+    assert plan.verify().ok
+    with pytest.raises(AutoparError, match="the values? of"):
+        capture(Padded(counts=True), {"x": x})
 
 
 @pytest.mark.parametrize("kind", ["slice", "number", "out"])
