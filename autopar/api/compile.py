@@ -320,6 +320,8 @@ class _Planner:
             with self._ways.asked(key):
                 key = self._kept(self._agree(inputs, differentiate), kind, inputs)
             self.attach()
+        else:
+            self._ways.used(key, self._executables)
         return self._executables[key]
 
     def _kept(self, plan: Plan, kind: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -331,6 +333,7 @@ class _Planner:
         self._ways.steps.learn(kind, plan)
         key = self._ways.key(kind, values_key(inputs, self._by_value[kind]))
         self._executables[key] = self._executable(plan, key, plan.inputs or kind_of(inputs))
+        self._ways.used(key, self._executables, plan)
         if not (plan.interface.by_value or plan.interface.branches or plan.interface.told):
             self._numbers.planned(kind, self._executables)
         return key

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from autopar.api.plan import Plan
 from autopar.api.told import Steps
 from autopar.base.errors import AutoparError
 from autopar.passes.branches import WAYS, put_ways
 from autopar.runtime.executable import Executable
 
+logger = logging.getLogger(__name__)
 MOST_PROGRAMS = 32
 """Programs for batches of the same shapes that go different ways."""
 MOST_VALUES = 16
 """Programs for batches of the same shapes that differ in inputs whose values decide what a model does."""
 TOLD = "what Python's numbers say"
+MOST_KEPT = 64
+"""Programs of one kind that are kept for what Python's numbers say: those that were used last."""
+MANY = 16
+"""After so many of them it is said that each has a program of its own."""
 Key = tuple[Any, ...]
 Taken = tuple[bool, ...]
 
@@ -63,6 +71,23 @@ class Ways:
                 "decide out of forward()",
             )
 
+    def used(self, key: Key, executables: dict[Key, Executable], plan: Plan | None = None) -> None:
+        """A program that is told numbers is used, or was just made (plan): those that were not for long are dropped."""
+        if not _told(key):
+            return
+        executables[key] = executables.pop(key)
+        own = [each for each in executables if each[0] == key[0] and _told(each)]
+        if plan is not None and len(own) == MANY and dist.get_rank() == 0:
+            told = None if plan.program is None else plan.program.told
+            words = "what forward asks of numbers" if told is None else ", ".join(told.words)
+            logger.warning(
+                "autopar: %s has had %d programs, one for each answer that forward got: each is planned when it is "
+                "met, the last %d are kept. keep * layer(x), keep a tensor of 0 or 1, has one program for all (said "
+                "once)", words, MANY, MOST_KEPT,
+            )  # fmt: skip
+        for each in own[:-MOST_KEPT]:
+            del executables[each]
+
     def go(self, key: Key, executables: Mapping[Key, Executable], ways: Taken | None) -> None:
         """After a run: have the next batch, of this key, go these ways at its first branches. None: it went its way.
 
@@ -97,3 +122,7 @@ class Ways:
                 "ones, so that one program does for all",
             )
         self._next[kind, values] = ways
+
+
+def _told(key: Key) -> bool:
+    return any(value[0] == TOLD for value in key[1][0])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.api.ways import MOST_KEPT, TOLD, Ways
 from autopar.base.errors import AutoparError
 from autopar.passes.capture import capture
 from tests.unit.runtime.saved_run import one_rank as one_rank
@@ -208,3 +209,17 @@ def test_the_proof_goes_by_the_same_numbers(kind: type[Net]) -> None:
     plan.verify().raise_on_failure()
     assert (model.calls, model.heat, model.is_new, model.losses) == (0, 1.0, True, [])
     assert model.seen == {"batches": 0, "last": []}
+
+
+def test_programs_that_nobody_used_for_long_are_dropped() -> None:
+    """Breaks if a program is kept for every draw that there ever was, or if one that is used again and again goes."""
+    ways, executables = Ways(nn.Linear(1, 1)), dict[Any, Any]()
+    keys = [("kind", (((TOLD, (answer,)),), ())) for answer in range(MOST_KEPT + 5)]
+    others = {("kind", ((), ())): "of batches that are told nothing", ("other", (((TOLD, (0,)),), ())): "other"}
+    executables |= others
+    for key in keys:
+        executables[key] = "program"
+        ways.used(key, executables)
+        ways.used(keys[0], executables)
+    assert set(executables) - set(others) == {keys[0], *keys[6:]}
+    assert set(others) <= set(executables)
