@@ -62,6 +62,8 @@ logger = logging.getLogger("autopar.capture")
 _OF_GRAPHS = frozenset(dir(torch.fx.GraphModule)) - frozenset(dir(nn.Module))
 LEAST_BLOCKS = 2
 """Blocks for which it is worth looking whether one repeats another."""
+_SLIPS = (TypeError, AttributeError, KeyError, IndexError, NameError)
+"""What Python says where a model's code for compilers, which eager does not run, is not right."""
 
 
 def capture(
@@ -237,6 +239,7 @@ def _whole(
     """
     values = candidates(inputs)
     knows_made = bool(values)  # Values of what the forward makes itself are looked at where they are asked for.
+    as_eager = False  # Code that asks whether it is compiled does as if it were not.
     wrong: AutoparError | None = None
     packs, kept_values = False, None
     changed: Decides | None = None
@@ -259,6 +262,7 @@ def _whole(
         carries = Carries(clone, numbers, wanted.held, telling.made)
         clone.forward = kept.within(counted.within(clone.forward))
         clone.forward = telling.within(carries.within(clone.forward) if may_carry else clone.forward, carries)
+        clone.forward = compat.uncompiled()(clone.forward) if as_eager else clone.forward
         clone.forward = _given(known, chosen, usual.guarding(clone), clone, held if knows_made and not values else {})
         clone.forward = Packed(chosen, usual).within(clone.forward) if packs else clone.forward
         clone.forward = Ragged(numbers, usual).within(clone.forward)
@@ -287,6 +291,9 @@ def _whole(
             if not known.decided:
                 if not knows_made and _asks_for_values(error):
                     knows_made, wrong = True, wrong or error
+                    continue
+                if not as_eager and isinstance(error.__cause__, _SLIPS):
+                    as_eager, wrong = True, wrong or error
                     continue
                 raise wrong or error from None
             # What is not to be had for these values may be for all: targets that are selected, and their lengths.

@@ -52,6 +52,20 @@ def traced_in(mode: FakeTensorMode) -> Iterator[None]:
         non_strict_utils.FakeTensorMode = made  # type: ignore[misc]
 
 
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """While this lasts, code that asks `torch.compiler.is_compiling()` or `is_exporting()` does as in eager."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    were = {flag: getattr(torch.compiler, flag) for flag in flags}
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, False)
+        yield
+    finally:
+        for flag, was in were.items():
+            setattr(torch.compiler, flag, was)
+
+
 def stand_in(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """What stands for a tensor on meta in a mode, and says that it is on the CPU: made without torch's dispatcher."""
     return FakeTensor(mode, value, torch.device("cpu"))

@@ -53,6 +53,7 @@ from autopar.base.torch_compat.stand_ins import parameter as parameter
 from autopar.base.torch_compat.stand_ins import stand_in as stand_in
 from autopar.base.torch_compat.stand_ins import traced_in as traced_in
 from autopar.base.torch_compat.stand_ins import traced_itself as traced_itself
+from autopar.base.torch_compat.stand_ins import uncompiled as uncompiled
 from autopar.base.torch_compat.trees import ReadNumber as ReadNumber
 from autopar.base.torch_compat.trees import dump_treespec as dump_treespec
 from autopar.base.torch_compat.trees import load_treespec as load_treespec

@@ -144,3 +144,24 @@ def test_numbers_are_those_that_were_written_last(kind: str) -> None:
     """
     plan = autopar.plan(ReadBack(kind), MESH, example_inputs={"x": torch.randn(8, 16).abs()}, strategy="ddp")
     assert plan.verify().ok
+
+
+class ForCompilers(nn.Module):
+    """Code for compilers that is not right, as transformers' Switch has without a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = None if torch.compiler.is_compiling() else torch.ones(16)
+        return (self.linear(x) * mask[None]).square().mean()  # type: ignore[index]
+
+
+def test_what_fails_in_code_for_compilers_is_traced_as_eager_runs_it() -> None:
+    """Breaks if a model that eager runs is refused because it does otherwise where it is compiled, or if what asks is
+    told something else behind the trace.
+    """
+    plan = autopar.plan(ForCompilers(), MESH, example_inputs={"x": torch.randn(8, 16)}, strategy="ddp")
+    assert plan.verify().ok
+    assert not torch.compiler.is_exporting()
