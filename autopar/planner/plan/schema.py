@@ -57,6 +57,7 @@ class HardwareRow(TypedDict):
     memory_points: Points
     memory_share: NotRequired[dict[str, float]]
     cache_bandwidth_bytes_per_s: NotRequired[float | None]
+    decoded_per_s: NotRequired[float | None]
     optimizer_passes: NotRequired[float]
     optimizer_s_per_byte: NotRequired[float | None]
     optimizer_s_per_tensor: NotRequired[float]
