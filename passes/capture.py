@@ -28,7 +28,7 @@ from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.transforms import by_autograd
 from autopar.ir.program import Program
-from autopar.ir.told import BUFFER, ToldNeeded, Wanted
+from autopar.ir.told import BUFFER, Held, ToldNeeded, Wanted
 from autopar.operators import own_gradients
 from autopar.passes import inner_gradients, mutation, seeds
 from autopar.passes.avoidable import argument_instead
@@ -46,7 +46,7 @@ from autopar.passes.experts import as_operators
 from autopar.passes.exported import SizesByValues, graph_modules, origin_of
 from autopar.passes.fixed_slices import whole_numbers
 from autopar.passes.functional import make_functional
-from autopar.passes.kept import Kept
+from autopar.passes.kept import Kept, Unwatched
 from autopar.passes.one_region import to_program
 from autopar.passes.packed import Packed
 from autopar.passes.plain_reads import PlainReads
@@ -188,12 +188,16 @@ def _with_repeated_blocks(
     blocks = Blocks(model, with_cache=with_cache)
     if len(blocks.paths) < LEAST_BLOCKS:
         return None
+    watched = set[Held]()
     while True:
         try:
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             counted = CountedRows(chosen, numbers := Numbers())
-            kept, telling = Kept(clone), Telling(clone, values_of(model), start_of(model), Wanted(), numbers)
+            kept, telling = (
+                Kept(clone, (), watched),
+                Telling(clone, values_of(model), start_of(model), Wanted(), numbers),
+            )
             carries = Carries(clone, numbers, (), telling.made)
             clone.forward = kept.within(counted.within(clone.forward))
             clone.forward = carries.within(clone.forward) if carries_values else clone.forward
@@ -215,6 +219,8 @@ def _with_repeated_blocks(
                     exported = _without_writes(exported, arguments)
             program = to_program(model, precision, exported, names, blocks)
             return replace(program, notes=(*program.notes, *kept.notes))
+        except Unwatched:
+            continue
         except AutoparError as error:
             raise _with_line(error) from error.__cause__
         except Exception as error:
@@ -239,9 +245,8 @@ def _whole(
     """
     values = candidates(inputs)
     knows_made = bool(values)  # Values of what the forward makes itself are looked at where they are asked for.
-    as_eager = False  # Code that asks whether it is compiled does as if it were not.
     wrong: AutoparError | None = None
-    packs, kept_values = False, None
+    as_eager, packs, kept_values = False, False, None  # As eager: code that asks whether it is compiled is told no.
     changed: Decides | None = None
     held = _held(model)
     now = {**held, **_measured(inputs), **_marks(inputs)}
@@ -250,12 +255,12 @@ def _whole(
     leaves = tells_ways and not in_parts and (training or bool(ways_of(model)))
     files: list[dict[str, Any]] = []
     start = start_of(model)
-    wanted = start.wanted
+    wanted, watched = start.wanted, set[Held]()
     while True:
         mode, usual = compat.fake_mode(), Usual(_measured(inputs), _marks(inputs), held, leaves)
         known = ByValue(values, leaves, usual.takes_buffer)
         clone = traced_copy(model, precision, mode)
-        counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone, wanted.held)
+        counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone, wanted.held, watched)
         if wanted:
             put_buffer(clone, BUFFER, wanted.length, mode)
         telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
@@ -277,6 +282,8 @@ def _whole(
         except ToldNeeded as needed:
             if wanted == (wanted := wanted.with_needed(needed)):
                 raise
+            continue
+        except Unwatched:
             continue
         except AutoparError as error:
             if changed is not None and compat.is_data_dependent(error.__cause__ or error):

@@ -14,6 +14,7 @@ What changed is seen in the trace; whether anything is done by what it was befor
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -32,11 +33,18 @@ from autopar.passes.source import Source, flat, source_of
 _NUMBERS = (int, float)
 
 
-class Kept:
-    """While a model is traced. told: what is told the program, and kept by who runs it."""
+class Unwatched(AutoparError):
+    """What a model that seems to go by an attribute is told before its reads are watched: it is to be traced again."""
 
-    def __init__(self, model: nn.Module, told: Collection[Held] = ()) -> None:
-        self._model, self._told = model, frozenset(told)
+
+class Kept:
+    """While a model is traced. told: what is told the program, and kept by who runs it. watched: attributes of which it
+    is seen whether forward reads them before it sets them; gets those of which that is to be known.
+    """
+
+    def __init__(self, model: nn.Module, told: Collection[Held] = (), watched: set[Held] | None = None) -> None:
+        self._model, self._told, self._watched = model, frozenset(told), watched
+        self._read = set[Held]()
         self.carried: frozenset[Held] = frozenset()
         self._names: dict[str, None] = {}
 
@@ -59,7 +67,8 @@ class Kept:
             before = {path: dict(vars(module)) for path, module in modules_of(self._model, "")}
             counted, sizes = dict(self._counted()), dict(self._sizes())
             held = {id(each): dict(each) for each in globals_of(self._model)}
-            found = forward(*args, **kwargs)
+            with self._reads_watched():
+                found = forward(*args, **kwargs)
             for each in globals_of(self._model):
                 for name, value in each.items():
                     was = held.get(id(each), each).get(name)
@@ -86,6 +95,31 @@ class Kept:
             return found
 
         return run
+
+    @contextlib.contextmanager
+    def _reads_watched(self) -> Iterator[None]:
+        """While this lasts, watched attributes are not where they lie: who reads one before it is set is seen."""
+        held = {(id(self._model.get_submodule(each.path)), each.name): each for each in self._watched or ()}
+        values = {key: vars(self._model.get_submodule(each.path)).pop(each.name, None) for key, each in held.items()}
+        if not held:
+            yield
+            return
+        looks_up = nn.Module.__getattr__
+
+        def read(module: nn.Module, name: str) -> Any:
+            key = id(module), name
+            if key not in held:
+                return looks_up(module, name)
+            self._read.add(held[key])
+            return vars(module).setdefault(name, values[key])
+
+        nn.Module.__getattr__ = read  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__getattr__ = looks_up  # type: ignore[method-assign]
+            for key, each in held.items():
+                vars(self._model.get_submodule(each.path)).setdefault(each.name, values[key])
 
     def _counted(self) -> Iterator[tuple[Held, int | float | bool]]:
         """The numbers in dicts and lists that modules have."""
@@ -115,8 +149,16 @@ class Kept:
             raise _told_needed([Held(path, name)], "an attribute in Python", line)
         if is_number and _is_counted(self._model, name):
             raise _told_needed([Held(path, name)], "an attribute in Python", line)
+        error, held = AutoparError, Held(path, name)
+        if self._watched is not None and not is_number:
+            if held in self._watched:
+                line = _line_that_reads(self._model, name) if held in self._read else None
+            elif line is not None or _line_that_reads(self._model, name) is not None:
+                others = (at for at, module in modules_of(self._model, "") if name in vars(module))
+                self._watched |= {held, *(Held(at, name) for at in others)}
+                error, line = Unwatched, line or ""
         if line is not None:
-            raise AutoparError(
+            raise error(
                 f"forward() changes {full}, an attribute in Python, and goes by what it was: a program does as in its "
                 "first step",
                 where=line,
@@ -242,6 +284,22 @@ def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | No
             lines += [place_in(code, node) for node in reads if node.lineno <= first]
     if is_number and not _is_counted(model, name):
         return None  # set anew in every forward, or by who knows what
+    return next(iter(lines), None)
+
+
+def _line_that_reads(model: nn.Module, name: str) -> str | None:
+    """A line of forward, or of what it calls, that reads an attribute which nobody sets where it is not yet."""
+    found = [(code, source, _Uses.of(source.tree, name)) for code, source in called(model)]
+    if any(
+        node in uses.reads for _, source, uses in found for each in uses.sets for node in _tests_around(each, source)
+    ):
+        return None
+    lines = [
+        place_in(code, node)
+        for code, source, uses in found
+        for node in uses.reads
+        if not _is_compared_to_none(source.parents[node])
+    ]
     return next(iter(lines), None)
 
 

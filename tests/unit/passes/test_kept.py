@@ -177,3 +177,57 @@ def test_states_that_are_carried_on_are_refused(together: bool) -> None:
     """Breaks if a program begins with the first states in every step, as they are in a tuple or set with others."""
     with pytest.raises(AutoparError, match=r"an attribute in Python, and goes by what it was.*test_kept\.py:\d+"):
         capture(Carries(together), {"x": torch.randn(2, WIDTH)})
+
+
+class Scan(nn.Module):
+    """A scan that goes on from its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) if self.state is None else self.layer(x) + self.state
+        self.state = y.detach().mean(0)
+        return y
+
+
+class ScanApart(Scan):
+    """One that hands it to another function, which sets the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scanned(x, self.state)
+
+    def scanned(self, x: Tensor, state: Tensor | None) -> Tensor:
+        y = self.layer(x) if state is None else self.layer(x) + state
+        self.state = y.detach().mean(0)
+        return y
+
+
+class Recurrent(nn.Module):
+    """Layers with states, which may begin anew in every forward."""
+
+    def __init__(self, begins_anew: bool, kind: type[Scan]) -> None:
+        super().__init__()
+        self.layers, self.begins_anew = nn.ModuleList(kind() for _ in range(2)), begins_anew
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.begins_anew:
+                layer.state = None  # type: ignore[assignment]
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Scan, ScanApart])
+def test_states_that_begin_anew_are_none(kind: type[Scan]) -> None:
+    """Breaks if a state is taken for carried on that forward sets before anything reads it; if one that is carried on
+    from one function to another is not seen; or if modules look up their attributes otherwise behind a trace.
+    """
+    looks_up = nn.Module.__getattr__
+    x = {"x": torch.randn(2, WIDTH)}
+    assert any(note.startswith("forward() sets layers.0.state") for note in capture(Recurrent(True, kind), x).notes)
+    with pytest.raises(AutoparError, match=r"an attribute in Python, and goes by what it was.*test_kept\.py:\d+"):
+        capture(Recurrent(False, kind), x)
+    assert nn.Module.__getattr__ is looks_up
