@@ -228,7 +228,7 @@ class ProgramInterface:
 
         What is trained has none: an output may be called like an input.
         """
-        if self.is_trained:
+        if self.is_trained and any(each.differentiable for each in self.outputs):
             return frozenset()
         returned = {(each.name, each.shape, each.dtype) for each in self.outputs}
         return frozenset(each.name for each in self.inputs if (each.name, each.shape, each.dtype) in returned)

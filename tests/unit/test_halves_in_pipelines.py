@@ -227,7 +227,7 @@ def held(plan: Plan, model: nn.Module, batch: dict[str, Tensor]) -> list[float]:
             own = shard_state(inner, plan.interface, state, names_of(plan, place))
             step = PipelineStep(pipelined, make_batch(pipelined.program, plan.interface, inner, batch), comm, 0)
             with LiveBytes([*batch.values(), *own.values()]) as live:
-                step.train(own, (torch.ones(()), None))
+                step.train(own, (torch.ones(()),))
         return place, live.peak
 
     most = SimulatedMesh(("pp", "dp"), (2, 2), 60.0).run(run)

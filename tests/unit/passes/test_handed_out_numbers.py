@@ -122,6 +122,10 @@ def _prints(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
     return loss
 
 
+def _names(logits: Tensor, y: Tensor, loss: Tensor) -> Any:
+    return {f"{loss.item():.3f}": loss}
+
+
 @pytest.mark.parametrize("how", [_decides, _reckons, _scales])
 def test_plain_numbers_that_more_is_done_with_are_refused(how: Callable[..., Any]) -> None:
     """Breaks if what `float(x)` gives in a trace decides or scales as if it were the number."""
@@ -131,9 +135,10 @@ def test_plain_numbers_that_more_is_done_with_are_refused(how: Callable[..., Any
 
 @pytest.mark.moderate
 def test_numbers_are_not_written_down() -> None:
-    """Breaks if a text of a number that nobody has is a traceback of Python's."""
-    with pytest.raises(AutoparError, match=r"writes down a number.*outside of forward"):
-        capture(Classifies(_prints), _batch())
+    """Breaks if a text of a number that nobody has is a traceback of Python's, or is printed without a word of it."""
+    assert "test_handed_out_numbers.py" in " ".join(capture(Classifies(_prints), _batch()).notes)
+    with pytest.raises(AutoparError, match=r"test_handed_out_numbers\.py"):
+        capture(Classifies(_names), _batch())
 
 
 @pytest.mark.moderate
