@@ -142,6 +142,30 @@ def is_said(node: ast.AST, source: Source) -> bool:
     return isinstance(parent, ast.Raise) or (isinstance(parent, ast.Assert) and node is parent.msg)
 
 
+_OF_TEXTS = frozenset({"len", "float", "int", "hash", "eval", "exec", "getattr", "setattr", "hasattr", "set", "sorted"})
+
+
+def is_gone_by(node: ast.AST, source: Source) -> bool:
+    """Whether more may come of a text than that somebody reads it: it is a key, is compared, measured, taken apart or
+    returned, under its name as well. What is handed to a function, as a check's message is, is read.
+    """
+    child, parent = node, source.parents.get(node)
+    while isinstance(parent, ast.expr | ast.keyword):
+        if isinstance(parent, ast.Call):
+            name = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
+            if name not in WRITTEN_OUT & {"str", "repr", "format"}:
+                return name in _OF_TEXTS
+        is_key = isinstance(parent, ast.Dict) and child in parent.keys
+        if is_key or isinstance(parent, ast.Compare | ast.Subscript | ast.Attribute | ast.Set):
+            return True
+        child, parent = parent, source.parents.get(parent)
+    if isinstance(parent, ast.Assign):
+        names = {each.id for each in flat(parent.targets) if isinstance(each, ast.Name)}
+        reads = (each for each in ast.walk(source.tree) if isinstance(each, ast.Name) and each.id in names)
+        return any(is_gone_by(each, source) for each in reads if isinstance(each.ctx, ast.Load))
+    return isinstance(parent, ast.Return)
+
+
 def is_handed_out(asked: ast.AST, source: Source) -> bool:
     """Whether an expression goes into what its function returns, and nowhere else."""
     return _is_returned(asked, source, frozenset())

@@ -18,7 +18,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import checking_tensors
 from autopar.passes.checks import frame_of_model
-from autopar.passes.source import expression_asked, is_said
+from autopar.passes.source import expression_asked, is_gone_by
 from autopar.passes.usual import line_of
 
 
@@ -54,7 +54,7 @@ class WrittenDown(TorchFunctionMode):
         if func is Tensor.__format__ and compat.node_of(args[0]) is not None and compat.known_value(args[0]) is None:
             frame = frame_of_model(sys._getframe(1), own=True)
             source, node = (None, None) if frame is None else expression_asked(frame)
-            if source is None or node is None or not is_said(node, source):
+            if source is None or node is None or is_gone_by(node, source):
                 raise AutoparError(
                     "forward() writes down a value of a tensor, which nobody has when a program is made",
                     where=line_of(frame),

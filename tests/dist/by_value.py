@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.api import compile as limits
+from autopar.api import ways as limits
 from autopar.base.errors import AutoparError
 
 

@@ -24,6 +24,12 @@ class Net(nn.Module):
             print(f"norm {y.norm():.3f}")
         elif self.does == "names":
             y = y * len(f"{y.norm():.3f}")
+        elif self.does == "keys":
+            name = f"norm {y.norm():.3f}"
+            y = {name: y}[name]
+        elif self.does == "explains":
+            said = f"norm {y.norm():.3f}"
+            _whole(y.isfinite().all(), f"{y.norm():.3f} is odd: {said}")
         elif self.does == "checks":
             torch._check(y.abs().sum().item() > 0)
         elif self.does == "compares":
@@ -34,6 +40,12 @@ class Net(nn.Module):
         return y.square().mean()
 
 
+def _whole(passes: Tensor, said: str) -> None:
+    """A check of one's own, with a message."""
+    assert said
+    torch._check(bool(passes.item()))
+
+
 def test_a_value_that_is_printed_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     """Breaks if a model that prints its norms cannot be planned, or a text of which something comes is made up."""
     program = capture(Net("prints"), {"x": torch.randn(3, 4)})
@@ -41,6 +53,13 @@ def test_a_value_that_is_printed_is_noted(capsys: pytest.CaptureFixture[str]) ->
     assert any("writes down a value (test_written_down.py:" in note for note in program.notes)
     with pytest.raises(AutoparError, match=r"writes down a value of a tensor.*test_written_down\.py:\d+.*return the"):
         capture(Net("names"), {"x": torch.randn(3, 4)})
+    with pytest.raises(AutoparError, match=r"writes down a value of a tensor.*test_written_down\.py:\d+"):
+        capture(Net("keys"), {"x": torch.randn(3, 4)})
+
+
+def test_a_check_may_say_what_values_are() -> None:
+    """Breaks if a message of a check that passes, as LLaVA's about its image tokens, stands in the way of a plan."""
+    capture(Net("explains"), {"x": torch.randn(3, 4)})
 
 
 @pytest.mark.parametrize("does", ["checks", "compares"])
