@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
@@ -192,18 +192,9 @@ class Kept:
 
     def _is_of_the_batch(self, value: Tensor) -> bool:
         """Whether a tensor is made of inputs or of parameters that are trained, not of numbers and buffers alone."""
-        last = compat.node_of(value)
         buffers = {compat.node_of(buffer) for buffer in self._model.buffers()}
-        waiting, seen = [] if last is None else [last], set[fx.Node]()
-        while waiting:
-            node = waiting.pop()
-            if node in seen or node in buffers:
-                continue
-            seen.add(node)
-            if node.op == "placeholder":
-                return True
-            waiting += node.all_input_nodes
-        return False
+        made = compat.made_with(compat.node_of(value), buffers)
+        return any(node.op == "placeholder" and node not in buffers for node in made)
 
 
 OWN = ("_parameters", "_buffers", "_modules", "training")

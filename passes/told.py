@@ -263,19 +263,12 @@ class Telling(TorchFunctionMode):
 
     def _is_drawn(self, asked: Tensor) -> bool:
         """Whether an answer is made of draws of few numbers, Python's numbers and buffers alone."""
-        last = compat.node_of(asked)
         buffers = {compat.node_of(each) for each in self._model.buffers()}
-        waiting, seen = [] if last is None else [last], set[fx.Node]()
-        while waiting:
-            node = waiting.pop()
-            if node in seen or node in self._drawn_by:
-                seen.add(node)
-                continue
-            seen.add(node)
-            if draws(node) or (node.op == "placeholder" and node not in buffers):
-                return False
-            waiting += node.all_input_nodes
-        return not seen.isdisjoint(self._drawn_by)
+        made = compat.made_with(compat.node_of(asked), self._drawn_by)
+        others = made - self._drawn_by
+        if any(draws(node) or (node.op == "placeholder" and node not in buffers) for node in others):
+            return False
+        return not made.isdisjoint(self._drawn_by)
 
     # --------------------------------------------------------------------------------------------------------- draws
 

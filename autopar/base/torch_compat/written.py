@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 
 import torch
 from torch import fx
@@ -31,6 +31,20 @@ def writes_into(nodes: Collection[fx.Node], graph: fx.Graph) -> list[fx.Node]:
         for node in graph.nodes
         if is_mutable(node) and node not in known and any(_memory(each) in memory for each in _written(node))
     ]
+
+
+def made_with(last: fx.Node | None, ends: Container[fx.Node | None]) -> set[fx.Node]:
+    """The nodes that a value is made of, what is written where they lie as well; of those that are `ends` it is not
+    asked what they are made of.
+    """
+    found = set[fx.Node]()
+    waiting = [] if last is None else [last]
+    while waiting or (last is not None and (waiting := writes_into(found, last.graph))):
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += () if node in ends else node.all_input_nodes
+    return found
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -231,3 +231,24 @@ def test_states_that_begin_anew_are_none(kind: type[Scan]) -> None:
     with pytest.raises(AutoparError, match=r"an attribute in Python, and goes by what it was.*test_kept\.py:\d+"):
         capture(Recurrent(False, kind), x)
     assert nn.Module.__getattr__ is looks_up
+
+
+class KeepsInPlace(nn.Module):
+    """A state that is written at places of a tensor which forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + self.state
+        new = torch.zeros(WIDTH)
+        new[1:3] = y.detach().mean(0)[1:3]
+        self.state = new
+        return y.square().mean()
+
+
+def test_a_state_that_is_written_in_place_is_of_the_batch() -> None:
+    """Breaks if a state is taken for the same in every step because no operand of it is of the batch."""
+    with pytest.raises(AutoparError, match=r"changes state, an attribute in Python, and goes by what it was"):
+        capture(KeepsInPlace(), {"x": torch.randn(2, WIDTH)})
