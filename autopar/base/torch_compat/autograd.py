@@ -1,11 +1,16 @@
-"""Recording a gradient where torch's dispatcher has left autograd behind: inside an operator's own kernel."""
+"""What a trace does not see of autograd: gradients inside an operator's own kernel, hooks of what is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.base.errors import AutoparError
 
 _AUTOGRAD = [name for name in dir(torch._C.DispatchKey) if name.startswith(("Autograd", "ADInplaceOrView"))]
 
@@ -19,3 +24,49 @@ def recording() -> Iterator[None]:
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
+
+
+@contextmanager
+def saving_unseen() -> Iterator[None]:
+    """Inside, a trace in this thread sees nothing of what hooks of saved tensors do (torch.utils.checkpoint's, that of
+    `save_on_cpu`): what is kept for backward, and what is computed again, is a plan's decision.
+
+    torch runs these hooks without gradients, and switches them on again where no trace sees it: one that saw a hook
+    switch them off would take them for off from there on.
+
+    Raises:
+        AutoparError: within, for a hook of a user's own, which may hand another tensor to backward than was saved.
+    """
+    owner, enter = threading.get_ident(), saved_tensors_hooks.__enter__
+
+    def entered(self: Any) -> Any:
+        if threading.get_ident() != owner:
+            return enter(self)
+        hook = self.pack_hook
+        if not f"{getattr(hook, '__module__', '')}.".startswith("torch."):
+            raise AutoparError(
+                "forward() has hooks of its own on what is saved for backward (torch.autograd.graph."
+                "saved_tensors_hooks), which a program does not have",
+                values=f"{getattr(hook, '__qualname__', hook)}",
+                remedy="leave them out: what is kept and what is computed again is planned; torch.utils.checkpoint and "
+                "torch.autograd.graph.save_on_cpu may stay",
+            )
+        self.pack_hook = _unseen(hook)
+        try:
+            return enter(self)
+        finally:
+            self.pack_hook = hook
+
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return hook(x)
+
+    return run

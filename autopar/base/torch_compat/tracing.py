@@ -38,6 +38,7 @@ from torch.fx.node import map_arg
 # capture: what a model makes of Python's own numbers is computed while it is traced.
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopar.base.torch_compat.autograd import saving_unseen
 from autopar.base.torch_compat.frames import Frame as Frame
 from autopar.base.torch_compat.frames import is_tracer_file as is_tracer_file
 from autopar.base.torch_compat.frames import model_frames as model_frames
@@ -312,6 +313,7 @@ def exclusive() -> Iterator[None]:
             stack.callback(setattr, proxy_tensor, name, made := getattr(proxy_tensor, name))
             setattr(proxy_tensor, name, _of_other_threads(made, nothing))
         stack.enter_context(without_warnings())
+        stack.enter_context(saving_unseen())
         stack.enter_context(_use_lazy_graph_module(True))
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -187,24 +188,42 @@ def test_a_function_that_writes_into_its_input_is_refused() -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, depth: int = 1) -> None:
         super().__init__()
-        self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 8), reentrant
+        self.first, self.second, self.reentrant, self.depth = nn.Linear(8, 8), nn.Linear(8, 8), reentrant, depth
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x.float())
-        again: Tensor = checkpoint(
-            lambda y: self.second(y.float()).tanh().to(y.dtype), hidden, use_reentrant=self.reentrant
-        )
-        return again.square().mean()
+        def run(y: Tensor) -> Tensor:
+            return self.second(y.float()).tanh().to(y.dtype)
+
+        for _ in range(self.depth):
+            run = functools.partial(checkpoint, run, use_reentrant=self.reentrant)
+        return run(self.first(x.float())).square().mean()
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_have_the_gradient_of_what_they_run_again(reentrant: bool) -> None:
-    """Breaks if a trace takes what a checkpoint runs without gradients for a constant, and all that follows with it."""
-    plan = planned(Checkpointed(reentrant), "dp=2", "ddp")
+@pytest.mark.parametrize(("reentrant", "depth"), [(False, 1), (True, 1), (False, 3)])
+def test_checkpoints_have_the_gradient_of_what_they_run_again(reentrant: bool, depth: int) -> None:
+    """Breaks if a trace takes what a checkpoint runs without gradients, or what follows hooks of one within another,
+    for a constant, and all that follows with it.
+    """
+    plan = planned(Checkpointed(reentrant, depth), "dp=2", "ddp")
     assert plan.verify().ok and plan.source.count("linear_grad_weight") == 2
+
+
+def test_hooks_of_a_users_own_on_what_is_saved_are_refused() -> None:
+    """Breaks if a gradient is computed of what was saved, where eager computes it of what the user's hook made of it;
+    or if those that change nothing are refused.
+    """
+
+    def hooked(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = x.square()
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: y.half(), lambda y: y.float()):
+            return x.square()
+
+    with pytest.raises(AutoparError, match=r"hooks of its own .*saved_tensors_hooks\(lambda y: y.half"):
+        planned(Calls(hooked), "dp=2", "ddp")
 
 
 class OfInputs(nn.Module):
