@@ -3,6 +3,7 @@
     ptr = int(self.queue_ptr)                          ptr, a tensor of the buffer's value in each step
     self.queue[:, ptr:ptr + n] = keys.T          →     self.queue[:, ptr + arange(n)] = keys.T
     self.queue_ptr[0] = (ptr + n) % size               self.queue_ptr[0] = (ptr + n) % size
+    arange(past, past + n)                       →     arange(n) + past          the positions of new tokens
 
 Eager cuts such a slice off where what it is of ends, and counts from behind where it begins before: that it does not
 is taken for granted (`usual.py`). `int(x)`, which Python makes a number of its own whatever is done, is another
@@ -13,7 +14,7 @@ changes says a number is that done.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from autopar.passes.read_numbers import Numbers
 from autopar.passes.said import COPIES
 
 _aten = torch.ops.aten
+_WHOLE = (torch.int64, torch.int32)
 _SAME = (*COPIES, _aten.reshape.default, _aten.view.default)
 _ADDED = {_aten.add.Tensor: 1, _aten.add.Scalar: 1, _aten.sub.Tensor: -1, _aten.sub.Scalar: -1}
 
@@ -48,6 +50,23 @@ def _apart(end: Any) -> tuple[fx.Node, int] | None:
             return node, far
         node = node.args[0]
     return None
+
+
+def counted_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What `torch.arange` of these arguments counts, from a whole number that a tensor is to another one that is known
+    to lie so far behind it; None of other arguments.
+    """
+    if len(args) != 2 or not kwargs.keys() <= {"dtype", "device"}:
+        return None
+    start, stop = args
+    if not all(isinstance(each, Tensor) and each.dtype in _WHOLE and each.numel() == 1 for each in args):
+        return None
+    length = length_of(slice(start, stop))
+    if length is None:
+        return None
+    places_from_0 = torch.arange(length, device=kwargs.get("device"))
+    found = places_from_0 + start.reshape(()).to(places_from_0.device, torch.int64)
+    return found if kwargs.get("dtype") is None else found.to(kwargs["dtype"])
 
 
 @contextlib.contextmanager

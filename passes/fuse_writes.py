@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -87,8 +87,11 @@ def _rewrite(region: Region, ranks: int) -> Region:
     origins, added = dict(region.origins), set[str]()
     for at in dict.fromkeys(node.args[2] for node in graph.nodes if _is_write(node)):
         found = _match(graph, at, ranks)
-        for made in _replace(graph, at, *found) if found is not None else ():
-            origins[made.name] = region.origins.get(found[0].source.name, "")  # type: ignore[index]
+        if found is None:
+            continue
+        keys, values, turned = found
+        for made in _replace(graph, at, keys, values, turned) or _replace(graph, at, keys, values, None):
+            origins[made.name] = region.origins.get(keys.source.name, "")
             added.add(made.name)
     if not added:
         return region
@@ -139,7 +142,7 @@ def _turned(graph: fx.Graph, put: _Put, rows: Rows) -> _Turned | None:
         other = rows.rotation(node) if dtype_of(node) == dtype_of(key) else None
         if other is not None and (other.kind, other.turned) == (turned.kind, turned.turned):
             found[node] = other
-    last = [node for node in found if not any(user in found for user in node.users)]
+    last = [node for node in found if not any(user in found or user is key for user in node.users)]
     return _Turned(last[0], found[last[0]], turned) if len(last) == 1 else None
 
 
@@ -203,7 +206,7 @@ def _encoding(storage: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Gr
 
 
 def _replace(graph: fx.Graph, at: Any, keys: _Put, values: _Put, turned: _Turned | None) -> list[fx.Node]:
-    """The operator before the first reader of what it gives; nothing where something that it takes comes later."""
+    """The operator before the first reader of what it gives; nothing where what it takes cannot come before that."""
     caches = [keys.caches[0], values.caches[0], at, *keys.caches[1:], *values.caches[1:]]
     results = [keys.writes[0], values.writes[0], *keys.writes[1:], *values.writes[1:]]
     taken = [values.source, *caches]
@@ -211,7 +214,7 @@ def _replace(graph: fx.Graph, at: Any, keys: _Put, values: _Put, turned: _Turned
     results = results if turned is None else [turned.node, *results]
     order = {node: place for place, node in enumerate(graph.nodes)}
     first = min((user for node in results for user in node.users), key=order.__getitem__, default=results[0])
-    if any(order[each] >= order[first] for each in taken):
+    if not _brought_before(first, taken, results, order):
         return []
     said: dict[str, Any] = {"storage": keys.storage} if keys.storage else {}
     if keys.writes[0].target is _own.write_piece.default:
@@ -235,6 +238,28 @@ def _replace(graph: fx.Graph, at: Any, keys: _Put, values: _Put, turned: _Turned
         result.replace_all_uses_with(pick)
         graph.erase_node(result)
     return [*made, *picked]
+
+
+def _brought_before(
+    first: fx.Node, taken: Sequence[fx.Node], results: Sequence[fx.Node], order: Mapping[fx.Node, int]
+) -> bool:
+    """Move what is taken, and what that is made of, before this node: positions that are counted behind queries that
+    are scaled by them. False, and nothing is moved, where it depends on a result or draws numbers.
+    """
+    later: set[fx.Node] = set()
+    left = [node for node in taken if order[node] >= order[first]]
+    while left:
+        node = left.pop()
+        if node in later:
+            continue
+        tags = getattr(node.target, "tags", ())
+        if node in results or node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        later.add(node)
+        left += [each for each in node.all_input_nodes if each in results or order[each] >= order[first]]
+    for node in sorted(later, key=order.__getitem__):
+        first.prepend(node)
+    return True
 
 
 def _rotated(graph: fx.Graph, turned: _Turned, values: fx.Node, made: list[fx.Node]) -> Iterator[fx.Node]:

@@ -29,7 +29,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import frame_of_model
 from autopar.passes.chosen_operators import FIRST, SPREAD
-from autopar.passes.fixed_slices import length_of, places
+from autopar.passes.fixed_slices import counted_on, length_of, places
 from autopar.passes.no_rows import NoRows, group_trials, number_of
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.row_counts import has_counts, without_counts
@@ -119,6 +119,8 @@ class Ragged(TorchFunctionMode):
                 return found
         if func in _SPLITS and (parts := self._parts(*args, **kwargs)) is not None:
             return parts
+        if func is torch.arange and (counted := counted_on(args, kwargs)) is not None:
+            return counted
         if func in _JOINS and (joined := self._joined(*args, **kwargs)) is not None:
             return joined
         ends = _unknown_ends(args[1]) if func in (_READ, _WRITE) else ()

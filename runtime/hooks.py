@@ -21,6 +21,8 @@ logger = logging.getLogger("autopar")
 
 FORWARD = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
 BACKWARD = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
+_OF_FORWARD = ("torch.", "transformers.utils.output_capturing")
+"""Modules whose hooks are a part of what forward computes."""
 Key = tuple[str, str, int]
 """The module's name, the kind, the handle's number."""
 
@@ -38,7 +40,7 @@ class Hooks:
     def check(self) -> None:
         """Before a forward."""
         for key, hook in self._found({**FORWARD, **BACKWARD}):
-            if key in self._said or _is_torchs(hook):
+            if key in self._said or _is_of_forward(hook):
                 continue
             self._said.add(key)
             name, kind, _ = key
@@ -62,9 +64,9 @@ class Hooks:
                         yield (name, kind, number), hook
 
 
-def _is_torchs(hook: Any) -> bool:
-    """Of weight_norm and its like, which are forward's."""
-    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
+def _is_of_forward(hook: Any) -> bool:
+    """Of weight_norm and its like, and of how transformers collects hidden states, which are forward's."""
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(_OF_FORWARD)
 
 
 def keep_hooks(source: Tensor, target: Tensor) -> None:

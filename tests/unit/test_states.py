@@ -149,6 +149,23 @@ def test_what_cannot_go_back_is_told(name: str, can: bool) -> None:
     assert cache.cross_attention_cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize(("mode", "length"), [("assisted_generation", 12), ("greedy_search", 9)])
+def test_drafts_of_a_prompt_have_room(mode: str, length: int) -> None:
+    """Breaks if the last drafts of a prompt's own tokens, more than there are tokens to make, lie behind a cache."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationMode
+
+    lengths: list[int] = []
+
+    def make(model: Any, rows: int, length: int, encoded: Any) -> Any:
+        lengths.append(length)
+        return _cache("t5", length)
+
+    prepare = caches.generating(None, make)
+    prepare(_model("t5"), GenerationConfig(prompt_lookup_num_tokens=3), {}, GenerationMode(mode), 2, 9)
+    assert lengths == [length]
+
+
 def test_an_indexer_writes_its_keys_one_after_the_other() -> None:
     """Breaks if they are counted with the others' or not at all, or beams take those of other rows."""
     zeros = [torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), torch.tensor(0), torch.zeros(2, 4, 3), torch.tensor(0)]

@@ -343,6 +343,8 @@ def generating(
             config.prefill_chunk_size = chunk(self)
         rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
         length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
+        if mode.value == "assisted_generation":  # drafts of the prompt's own tokens go beyond the longest sequence
+            length += getattr(config, "prompt_lookup_num_tokens", None) or 0
         name = name_of(self) or NAMES[0]
         if (handed := model_kwargs.get(name)) is None:
             made = make(self, rows, length, encoded_among(model_kwargs))

@@ -40,6 +40,10 @@ class _Token(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, at: Tensor, **cache: Tensor) -> Any:
         fresh = k = self._rotated(k, cos, sin)
         q = self._rotated(q, *((sin, cos) if self.other == "other tables" else (cos, sin)))
+        if self.other == "positions behind queries":
+            at = at + (q.sum() * 0).long()
+        q = q * 2 if self.other == "queries are scaled first" else q
+        at = at + 1 if self.other == "queries are scaled first" else at
         where = {"keys": at, "values": at + 1 - 1 if self.other == "other positions" else at}
         for name, new in (("keys", k), ("values", v)):
             parts = {name: new}
@@ -61,7 +65,7 @@ class _Token(nn.Module):
         x = x.transpose(1, 2) if heads == 2 else x.half().to(x.dtype) if self.way == "rounded before" else x
         x, rest = x[..., :wide], x[..., : SIZE - wide] if self.other == "another rest" else x[..., wide:]
         y = WAYS[self.way](x, cos.unsqueeze(heads), sin.unsqueeze(heads))
-        y = torch.cat([y, rest], -1) if rest.shape[-1] else y
+        y = torch.cat([y, rest], -1) if rest.shape[-1] or self.other == "an empty rest" else y
         return y.transpose(1, 2) if heads == 2 else y
 
 
@@ -148,6 +152,18 @@ def test_one_operator(storage: str, new: int, wide: int) -> None:
     _assert_same_numbers(before, after, inputs)
 
 
+@pytest.mark.moderate
+@pytest.mark.parametrize("other", ["an empty rest", "queries are scaled first"])
+def test_what_stands_between(other: str) -> None:
+    """Breaks if keys are not known for rotated that have nothing behind what is rotated, or where queries are read
+    before positions are counted.
+    """
+    before, after, inputs = _traced("", other=other)
+    names = _operators(after)
+    assert "autopar.rotary_write" in names and "aten.index_copy" not in names
+    _assert_same_numbers(before, after, inputs)
+
+
 def _assert_same_numbers(before: Program, after: Program, inputs: dict[str, Tensor]) -> None:
     (wanted, _), (found, _) = (interpret.run(program, {}, inputs) for program in (before, after))
     for name, a, b in zip(after.output_names, wanted, found, strict=True):
@@ -183,6 +199,7 @@ def test_ways_to_rotate(way: str, wide: int) -> None:
         {"sizes": {"tp": 4}},
         {"other": "keys are read before"},
         {"other": "another rest", "wide": 4},
+        {"other": "positions behind queries"},
     ],
     ids=str,
 )

@@ -64,6 +64,13 @@ def _read_and_written(model: Queue, keys: Tensor) -> None:
     model.pointer %= model.size
 
 
+def _counted(model: Queue, keys: Tensor) -> None:
+    """By the places of its rows."""
+    at = model.pointer[0]
+    model.queue.index_copy_(1, torch.arange(at, at + ROWS, dtype=torch.long, device=keys.device), keys.T)
+    model.pointer.add_(ROWS).remainder_(model.size)
+
+
 def _compiled(model: Queue) -> Any:
     return autopar.compile(model, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), strategy="ddp")
 
@@ -77,7 +84,7 @@ def _up_to_the_pointer(model: Queue, keys: Tensor) -> None:
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("put", [_by_int, _by_item, _read_and_written, _up_to_the_pointer])
+@pytest.mark.parametrize("put", [_by_int, _by_item, _read_and_written, _up_to_the_pointer, _counted])
 def test_each_step_writes_where_the_one_before_ended(put: Callable[[Queue, Tensor], None]) -> None:
     """Breaks if a program goes on with the pointer of the first step, or a slice is not written."""
     torch.manual_seed(0)
@@ -90,6 +97,7 @@ def test_each_step_writes_where_the_one_before_ended(put: Callable[[Queue, Tenso
     held = compiled.state_dict()
     for name, buffer in eager.named_buffers():
         torch.testing.assert_close(held[name], buffer)
+    assert len(compiled.autopar._programs) == 1
 
 
 @pytest.mark.moderate
