@@ -40,7 +40,7 @@ from autopar.runtime.own_caches import of_generate
 from autopar.runtime.replaced import replace_parameters
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.serving.serve import Asked, Serving, serve
-from autopar.runtime.uncompiled import uncompiled
+from autopar.runtime.uncompiled import beside, reduced, uncompiled
 from autopar.runtime.writes import take_writes
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -288,6 +288,8 @@ class CompiledModule(nn.Module):
         self.experts_home()
         state.take_whole(self, self.autopar, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    __copy__, __reduce_ex__ = beside, reduced  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         """A model of its own: other parameters that lie as these do, the same plans and programs (averaged weights, a

@@ -14,7 +14,8 @@ from autopar.ir.interface import TensorInterface
 from autopar.runtime.apart import apart
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import Tensors
-from autopar.runtime.step import Step, gathered, once
+from autopar.runtime.second import once
+from autopar.runtime.step import Step, gathered
 
 
 def run_plain(step: Step, state: Tensors) -> tuple[list[Tensor], Tensors]:
@@ -48,7 +49,7 @@ class _PlainNode(torch.autograd.Function):
         ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         ctx.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        ctx.step = step
+        ctx.step, ctx.trained = step, trained
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(value for value, entry in zip(outputs, interface.outputs, strict=True) if not entry.may_receive)
@@ -59,7 +60,7 @@ class _PlainNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             found = _gradients(ctx, grads)
-        return (None, None, None, *once(found))
+        return (None, None, None, *once(found, (*ctx.trained, *grads)))
 
 
 def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -24,6 +24,7 @@ from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seeds_of, whole_output
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
+from autopar.runtime.second import once
 
 Grads = tuple[Tensor | None, ...]
 
@@ -366,37 +367,7 @@ class _Node(torch.autograd.Function):
             gradients = taken.backward(states, saved, held, given)
             of_inputs = as_handed_in(taken.batch, gradients, ctx.wanted, places)
         found = _as_dtensors(gradients, ctx.parameters, taken.batch, places)
-        return (None, None, None, None, *once([*found, *of_inputs]))
-
-
-def once(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """What a backward gives: where a graph of it is made (create_graph=True), whoever differentiates that is told."""
-    if not torch.is_grad_enabled():
-        return gradients
-    anchor = torch.zeros((), requires_grad=True)
-    return [None if gradient is None else _Once.apply(anchor, gradient) for gradient in gradients]
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that has no derivative: a program computes none of the second order.
-
-    Raises:
-        AutoparError: where it is differentiated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
-        if isinstance(gradient, DTensor):
-            return dtensor_like(gradient, local_tensor(gradient))
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise AutoparError(
-            "a gradient of a compiled model is differentiated again (create_graph=True), and programs have no second "
-            "derivatives",
-            remedy="Compute what needs them inside the model's forward, with torch.func, or with the eager model",
-        )
+        return (None, None, None, None, *once([*found, *of_inputs], (*ctx.parameters, *ctx.wanted, *grads)))
 
 
 def _check_hooks(hooked: Container[int], places: Collection[int], interface: ProgramInterface) -> None:

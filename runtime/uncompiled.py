@@ -40,6 +40,21 @@ def uncompiled(model: Any, what: str) -> nn.Module:
     return without_own_hooks(copied)
 
 
+def reduced(model: Any, protocol: int) -> Any:
+    """What `pickle` and `torch.save(model)` write: the plain model, in words that need no autopar to be read (its own
+    class is not this one's, which pickle asks for). Collective; raises as `uncompiled` does.
+    """
+    return copy.copy, (uncompiled(model, "torch.save(model)"),)
+
+
+def beside(model: Any) -> Any:
+    """What `copy.copy` gives: a model that shares everything, as of any module."""
+    kind: Any = type(model)
+    other = kind.__new__(kind)
+    vars(other).update(vars(model))
+    return other
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     held = tensor.detach()
     found = (held.full_tensor() if isinstance(held, DTensor) else held).to("cpu", copy=True)

@@ -12,6 +12,7 @@ experts lie by load is taken part by part, and with plain tensors, as a whole in
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from operator import itemgetter
@@ -31,6 +32,7 @@ from autopar.base.torch_compat.distributed import (
     local_tensor,
     same_group,
     settle,
+    split_mixed_gradients,
     storage_key,
     tree_leaves,
     tree_map,
@@ -103,6 +105,8 @@ def take_writes() -> None:
             setattr(kind, name, _viewing(original))
         else:
             setattr(kind, name, property(_viewing(original.__get__)))
+    kind.new_empty = _making(Tensor.new_empty)
+    split_mixed_gradients()
     kind.data = property(_carrying(Tensor.data.__get__), _set_data)  # type: ignore[attr-defined]
     kind.detach = _carrying(Tensor.detach)
     kind.full_tensor = _in_order(DTensor.full_tensor)
@@ -183,6 +187,17 @@ def _mixing(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return mix
+
+
+def _making(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`orthogonal_` of torch.nn.init draws what it works on into a tensor of its own: a plain one, on every rank."""
+
+    @wraps(original)
+    def make(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        is_drawn = type(self) is DTensor and sys._getframe(1).f_globals.get("__name__") == torch.nn.init.__name__
+        return original(local_tensor(self) if is_drawn else self, *args, **kwargs)
+
+    return make
 
 
 def _write_out(operator: Any, args: Any, kwargs: Any) -> Any:

@@ -201,7 +201,7 @@ class _Planner:
         self.ways = ways_for(plan, options["strategy"], mesh)
         self.undivided = Undivided.of(plan, options["strategy"], mesh, options["microbatches"])
         self.model: Any = None
-        self.first: Plan | None = None
+        self._firsts: list[Plan] = []  # one at most, of this model and of all copies: their parameters lie alike
         self.latest: Plan | None = None
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._by_value: dict[tuple[Any, ...], tuple[str, ...]] = {}
@@ -217,6 +217,11 @@ class _Planner:
         self._additions = Additions(blueprint, lengths, precision, lambda small: with_loss(small, loss))
         self._unread: dict[object, bool] = {}
         self._with_additions: dict[tuple[object, ...], Executable] = {}
+
+    @property
+    def first(self) -> Plan | None:
+        """The plan that decided where parameters are stored."""
+        return self._firsts[0] if self._firsts else None
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """The executable for one call of the model."""
@@ -326,7 +331,7 @@ class _Planner:
 
     def _kept(self, plan: Plan, kind: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Remember the executable of a plan that was just made; its key."""
-        self.first = self.first or plan
+        self._firsts.extend(() if self._firsts else (plan,))
         self._states = {**states_of(plan.interface), **self._states}
         self.latest = self.latest if plan.views is None and self.latest is not None else plan
         self._by_value[kind] = plan.interface.by_value

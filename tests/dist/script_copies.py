@@ -45,8 +45,21 @@ def averaged(make: Callable[[], tuple[Model, dict[str, Any]]]) -> dict[str, Any]
     return {"losses": losses, "tied": other.lm_head.weight is other.transformer.wte.weight, "keys": sorted(held)}
 
 
-def copied() -> tuple[dict[str, Any], dict[str, Any], list[float], str]:
-    """Of a model planned at once, and at its first batch; losses through torch.compile; what a second compile says."""
+def copied_before_it_is_planned() -> list[float]:
+    """The same number of a copy that reads first, and of the model that trains, on batches of other sizes."""
+    torch.manual_seed(0)
+    model = autopar.compile(nn.Linear(4, 4), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), strategy="tensor")
+    other = copy.deepcopy(model)
+    model(torch.ones(8, 4)).sum().backward()
+    with torch.no_grad():
+        found = [other(torch.ones(8, 4))[0], model(torch.ones(6, 4))[0], other(torch.ones(4, 4))[0]]
+    return [float(each.sum()) for each in found]
+
+
+def copied() -> tuple[dict[str, Any], dict[str, Any], list[float], str, list[float]]:
+    """Of a model planned at once, and at its first batch; losses through torch.compile; what a second compile says;
+    `copied_before_it_is_planned`.
+    """
     at_once = averaged(lambda: compiled_model("gpt2"))
     later = averaged(lambda: compiled_model("gpt2", example=False))
     model, batch = compiled_model("gpt2")
@@ -59,4 +72,4 @@ def copied() -> tuple[dict[str, Any], dict[str, Any], list[float], str]:
     still = copy.deepcopy(model).eval()
     with torch.no_grad():
         losses += [float(still(**batch).loss), float(model.eval()(**batch).loss)]
-    return at_once, later, losses, text
+    return at_once, later, losses, text, copied_before_it_is_planned()

@@ -210,6 +210,47 @@ def handle_out(operator: Any, act: Callable[[Any, Any, Any], Any]) -> None:
     dispatcher._custom_op_handlers[operator] = act
 
 
+def split_mixed_gradients() -> None:
+    """Have torch's clipping, and `GradScaler`, take DTensors together with plain tensors, which every rank has
+    (runtime/writes.py: a loss with parameters of its own beside a compiled model). They work on lists, of one kind.
+
+    Norms of plain tensors are numbers, which DTensor takes for the same everywhere; a norm of both is a plain number.
+    """
+    clipping: Any = torch.nn.utils.clip_grad
+    dispatcher: Any = DTensor._op_dispatcher
+    group, total, unscale = (
+        clipping._group_tensors_by_device_and_dtype,
+        clipping._get_total_norm,
+        torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
+    )
+    unscale_all = dispatcher._custom_op_handlers[unscale]
+
+    def grouped(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        found = {}
+        for (device, dtype), ([tensors], places) in group(lists, *args, **kwargs).items():
+            for kind in (True, False):
+                if some := [x for x in tensors if isinstance(x, DTensor) is kind]:
+                    found[device, (dtype, kind)] = ([some], places)
+        return found
+
+    @wraps(total)
+    def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        found = total(tensors, *args, **kwargs)
+        is_mixed = isinstance(found, DTensor) and not all(isinstance(x, DTensor) for x in tensors)
+        return found.full_tensor() if is_mixed else found
+
+    def unscaled(operator: Any, args: Any, kwargs: Any) -> Any:
+        tensors, *others = args
+        if plain := [x for x in tensors if not isinstance(x, DTensor)]:
+            operator(plain, *others, **kwargs)
+        return unscale_all(operator, ([x for x in tensors if isinstance(x, DTensor)], *others), kwargs)
+
+    clipping._group_tensors_by_device_and_dtype, clipping._get_total_norm = grouped, total_norm
+    torch.nn.utils.get_total_norm = total_norm
+    dispatcher._custom_op_handlers[unscale] = unscaled
+
+
 def can_redistribute_strided() -> bool:
     """Whether `enable_strided_shards` can mend redistribution in this torch; else runtime/placements.py refuses."""
     from torch.distributed.tensor import _redistribute

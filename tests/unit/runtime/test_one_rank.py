@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,3 +52,61 @@ def test_gradients_of_complex_numbers_are_clipped(mesh: DeviceMesh, dtype: torch
     model(torch.ones(4, dtype=dtype)).backward()
     wanted = torch.linalg.vector_norm(2 * model.weight.full_tensor()).item()
     assert model.clip_grad_norm_(1e9).item() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_beside_a_loss_with_parameters_of_its_own(mesh: DeviceMesh, norm_type: float) -> None:
+    """Breaks if torch's clipping and GradScaler take no compiled model's gradients beside plain ones (centers, a
+    temperature), or count some of them twice, or leave some out.
+    """
+    plain, own = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+    model: Any = autopar.compile(copy.deepcopy(plain), mesh)
+    found: list[list[Tensor]] = []
+    for each, weight in ((plain, own), (model, copy.deepcopy(own))):
+        both = [*each.parameters(), weight]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(both, lr=0.1)
+        scaler.scale((each(torch.ones(2, 4)) * weight).pow(2).sum()).backward()
+        scaler.unscale_(optimizer)
+        norms = [torch.nn.utils.clip_grad_norm_(both, 0.5, norm_type=norm_type)]
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in both]))
+        torch.nn.utils.clip_grad_value_(both, 0.1)
+        scaler.step(optimizer)
+        found.append([getattr(x, "full_tensor", lambda x=x: x)().detach() for x in (*norms, *both)])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_initialisations_draw_what_one_process_draws(mesh: DeviceMesh) -> None:
+    """Breaks if orthogonal_ ends in an operator that DTensor lacks."""
+    plain = nn.Linear(6, 4)
+    model: Any = autopar.compile(copy.deepcopy(plain), mesh)
+    for each in (plain, model):
+        torch.manual_seed(1)
+        nn.init.orthogonal_(each.weight, 1.5)
+    torch.testing.assert_close(model.weight.full_tensor(), plain.weight)
+
+
+def test_a_saved_model_is_the_plain_one(mesh: DeviceMesh) -> None:
+    """Breaks if torch.save(model) asks pickle for a class that no module has, or a shallow copy is another model."""
+    model: Any = autopar.compile(nn.Linear(4, 3), mesh)
+    wanted = model(torch.ones(2, 4)).full_tensor()
+    file = io.BytesIO()
+    torch.save({"model": model}, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)["model"]
+    assert type(read) is nn.Linear
+    torch.testing.assert_close(read(torch.ones(2, 4)), wanted)
+    assert copy.copy(model).weight is model.weight
+
+
+@pytest.mark.parametrize("of", ["inputs", "parameters", "gradients"])
+def test_second_derivatives_by_name_are_refused(mesh: DeviceMesh, of: str) -> None:
+    """Breaks if a gradient that came of x is said not to: torch would then give None, and a penalty be left out."""
+    model: Any = autopar.compile(nn.Linear(4, 3), mesh)
+    x = torch.ones(2, 4, requires_grad=True)
+    output = model(x)
+    came = torch.ones(2, 3, requires_grad=True)
+    (first,) = torch.autograd.grad(output, x, came, create_graph=True)
+    asked = {"inputs": x, "parameters": model.weight, "gradients": came}[of]
+    with pytest.raises(autopar.AutoparError, match="differentiated again"):
+        torch.autograd.grad(first.sum(), asked, allow_unused=True)
