@@ -28,11 +28,12 @@ from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.transforms import by_autograd
 from autopar.ir.program import Program
-from autopar.ir.told import BUFFER, Held, ToldNeeded, Wanted
+from autopar.ir.told import BUFFER, Held, ToldNeeded
 from autopar.operators import own_gradients
 from autopar.passes import inner_gradients, mutation, seeds
 from autopar.passes.avoidable import argument_instead
 from autopar.passes.blocks import words
+from autopar.passes.blocks.marks import MARKS
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.branches import Branches, going, ways_of
 from autopar.passes.by_value import ByValue, candidates
@@ -41,7 +42,15 @@ from autopar.passes.checks import ChecksPass
 from autopar.passes.chosen_functions import Chosen
 from autopar.passes.chosen_operators import FIRST, SECOND
 from autopar.passes.counted_rows import CountedRows
-from autopar.passes.emptied import emptied, put_buffer, traced_copy, values_of
+from autopar.passes.emptied import (
+    emptied,
+    held_values,
+    marks_values,
+    measured_values,
+    put_buffer,
+    traced_copy,
+    values_of,
+)  # fmt: skip
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import SizesByValues, graph_modules, origin_of
 from autopar.passes.fixed_slices import whole_numbers
@@ -104,10 +113,11 @@ def capture(
     def trace(chosen: Chosen) -> Program:
         program = None
         # What a block does to another object that all are given is not seen of the block that stands for others.
-        if not start_of(model).wanted and all(caches.of_blocks(inputs[name]) for name in caches.states_among(inputs)):
+        states = caches.states_among(inputs)
+        if not start_of(model).wanted.held and all(caches.of_blocks(inputs[name]) for name in states):
             with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
                 program = _with_repeated_blocks(
-                    model, precision, batch, names, chosen, bool(caches.states_among(inputs)), carries
+                    model, precision, batch, names, chosen, (bool(states), carries, rows_among(inputs))
                 )
         return (
             _whole(model, precision, batch, names, inputs, chosen, (tells_ways, in_parts, carries), training)
@@ -178,14 +188,14 @@ def _with_repeated_blocks(
     batch: Callable[[compat.FakeTensorMode], Mapping[str, Any]],
     names: list[str | None],
     chosen: Chosen,
-    with_cache: bool,
-    carries_values: bool,
+    options: tuple[bool, bool, frozenset[int]],
 ) -> Program | None:
     """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
-    where buffers change or values are left on modules, and what does not trace, so that the whole trace tells what is
-    wrong.
+    where buffers change, values are left on modules or blocks are told numbers, and what does not trace, so that the
+    whole trace tells what is wrong. options: whether blocks get a cache; whether values may be left; rows of inputs.
     """
-    blocks = Blocks(model, with_cache=with_cache)
+    with_cache, carries_values, rows = options
+    blocks, start = Blocks(model, with_cache=with_cache), start_of(model)
     if len(blocks.paths) < LEAST_BLOCKS:
         return None
     watched = set[Held]()
@@ -194,19 +204,23 @@ def _with_repeated_blocks(
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             counted = CountedRows(chosen, numbers := Numbers())
-            kept, telling = (
-                Kept(clone, (), watched),
-                Telling(clone, values_of(model), start_of(model), Wanted(), numbers),
-            )
+            if start.wanted:
+                put_buffer(clone, BUFFER, start.wanted.length, mode)
+            kept = Kept(clone, (), watched)
+            telling = Telling(clone, values_of(model), start, start.wanted, numbers, rows)
             carries = Carries(clone, numbers, (), telling.made)
             clone.forward = kept.within(counted.within(clone.forward))
             clone.forward = carries.within(clone.forward) if carries_values else clone.forward
             clone.forward = Ragged(numbers).within(telling.within(clone.forward))
-            with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                checks, reads = ChecksPass(clone), PlainReads(counted)
-                with compat.traced_in(mode), numbers, seeds.Seeds(type(model).__name__), checks, chosen, counted, reads:
+            watching = blocks.watched(clone, telling.heard)
+            with watching, words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
+                draws, checks = seeds.Seeds(type(model).__name__), ChecksPass(clone)
+                modes = (numbers, draws, checks, chosen, counted, PlainReads(counted), *telling.if_wanted)
+                with compat.traced_in(mode), ExitStack() as entered:
+                    for each in modes:
+                        entered.enter_context(each)
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
-                if carries.carried:
+                if carries.carried or telling.asks(MARKS):
                     return None
                 if inner_gradients.is_within(exported):
                     return None  # they go through blocks, which have to be there
@@ -217,7 +231,7 @@ def _with_repeated_blocks(
                 if written:
                     blocks.check_written(written)
                     exported = _without_writes(exported, arguments)
-            program = to_program(model, precision, exported, names, blocks)
+            program = with_told(to_program(model, precision, exported, names, blocks), telling.told)
             return replace(program, notes=(*program.notes, *kept.notes))
         except Unwatched:
             continue
@@ -248,8 +262,8 @@ def _whole(
     wrong: AutoparError | None = None
     as_eager, packs, kept_values = False, False, None  # As eager: code that asks whether it is compiled is told no.
     changed: Decides | None = None
-    held = _held(model)
-    now = {**held, **_measured(inputs), **_marks(inputs)}
+    held = held_values(model)
+    now = {**held, **measured_values(inputs), **marks_values(inputs)}
     # What may repeat a call at once, without gradients, is told that its batch is otherwise: it does not wait for it.
     tells_ways, in_parts, may_carry = ways
     leaves = tells_ways and not in_parts and (training or bool(ways_of(model)))
@@ -257,7 +271,7 @@ def _whole(
     start = start_of(model)
     wanted, watched = start.wanted, set[Held]()
     while True:
-        mode, usual = compat.fake_mode(), Usual(_measured(inputs), _marks(inputs), held, leaves)
+        mode, usual = compat.fake_mode(), Usual(measured_values(inputs), marks_values(inputs), held, leaves)
         known = ByValue(values, leaves, usual.takes_buffer)
         clone = traced_copy(model, precision, mode)
         counted, kept = CountedRows(chosen, numbers := Numbers(), usual), Kept(clone, wanted.held, watched)
@@ -363,29 +377,6 @@ def _given(
         return found
 
     return run
-
-
-def _measured(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs of floating-point numbers that have values: pixels, not tokens, labels and padding, which differ."""
-    named = compat.tree_leaves_with_path(dict(inputs))
-    return {
-        name: leaf.detach()
-        for name, leaf in named
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta
-    }
-
-
-def _held(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that have values."""
-    named = values_of(model).named_buffers()
-    return {name: buffer for name, buffer in named if not (buffer.is_meta or buffer.is_sparse)}
-
-
-def _marks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs that are no such numbers and have values: masks, tokens and labels."""
-    named = compat.tree_leaves_with_path(dict(inputs))
-    kept = [(name, leaf) for name, leaf in named if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-    return {name: leaf.detach() for name, leaf in kept if not (leaf.is_floating_point() or leaf.is_complex())}
 
 
 def _export(

@@ -126,3 +126,26 @@ def _kept(value: torch.Tensor, mode: compat.FakeTensorMode | None) -> torch.Tens
 def seen_dtype(parameter: torch.Tensor, precision: torch.dtype | None) -> torch.dtype:
     """The dtype in which operators see a parameter or an input."""
     return precision if precision and parameter.is_floating_point() else parameter.dtype
+
+
+def measured_values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs of floating-point numbers that have values: pixels, not tokens, labels and padding, which differ."""
+    named = compat.tree_leaves_with_path(dict(inputs))
+    return {
+        name: leaf.detach()
+        for name, leaf in named
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta
+    }
+
+
+def held_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that have values."""
+    named = values_of(model).named_buffers()
+    return {name: buffer for name, buffer in named if not (buffer.is_meta or buffer.is_sparse)}
+
+
+def marks_values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs that are no such numbers and have values: masks, tokens and labels."""
+    named = compat.tree_leaves_with_path(dict(inputs))
+    kept = [(name, leaf) for name, leaf in named if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    return {name: leaf.detach() for name, leaf in kept if not (leaf.is_floating_point() or leaf.is_complex())}

@@ -17,7 +17,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -119,6 +119,21 @@ class Telling(TorchFunctionMode):
         start = replace(self._start, held=self._held, wanted=self._wanted)
         found = tuple(self._sources), tuple(self._asked), tuple(self._after)
         return Told(*found, self._wanted.length, start, self._rows)
+
+    @property
+    def if_wanted(self) -> tuple[Telling, ...]:
+        """The mode to be entered; none where nothing is told."""
+        return (self,) if self._wanted else ()
+
+    def heard(self, given: Sequence[Tensor]) -> int:
+        """A number that is another one once something was told or asked, and where one of these is a told number."""
+        told = self._wanted and any(self._numbers.is_number(each) for each in given)
+        return -1 if told else len(self._values) + len(self._asked)
+
+    def asks(self, functions: Collection[Any]) -> bool:
+        """Whether an answer is made by one of these."""
+        made = [*(each.made for each in self._asked), *(each.made for each in self._after)]
+        return any(function in functions for each in made if each is not None for function, _, _ in each.steps)
 
     def within(self, forward: Callable[..., Any], carries: Carries | None = None) -> Callable[..., Any]:
         """A forward that is told its numbers. carries: says what it leaves otherwise."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -21,6 +21,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, se
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
+from autopar.ir.told import Held
 from autopar.runtime import lost_writes
 from autopar.runtime.added import Added
 from autopar.runtime.agreement import Agreement, call_of
@@ -92,7 +93,8 @@ class Engine:
     lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
     background: the checkpoint that is being written while training goes on. number: of those made before.
-    watch: None, or who looks at its steps. planned_forward: what stood in place of the class's forward at compile.
+    watch: None, or who looks at its steps. numbers: of Python's that steps leave on modules. planned_forward: what
+    stood in place of the class's forward at compile.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Engine:
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
         self.caches = Caches(self.comm.device, self.run)
+        self.numbers: Callable[[], Collection[Held]] = tuple
         self.planned_forward: Callable[..., Any] | None = None
         self.first_times = FirstTimes(self.comm)
         self._known: dict[str, nn.Parameter] = {}

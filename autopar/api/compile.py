@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from autopar.base.huggingface import packing
 from autopar.base.huggingface.caches import check_cache, states_among
 from autopar.base.stored_weights import is_stored
 from autopar.base.torch_compat import tracing
-from autopar.ir.told import BUFFER
+from autopar.ir.told import BUFFER, Held
 from autopar.machine.mesh import Mesh
 from autopar.passes.emptied import has_values_of, meta_clone
 from autopar.planner.family import Family
@@ -174,6 +174,7 @@ def compile_model(
     compiled = take_over(model, device_mesh, planner.prepare, interface, planner.prepare_for)
     planner.model = compiled
     engine: Any = compiled.autopar
+    engine.numbers = planner.numbers_left
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
     engine.caches.maker = replace(make_cache, model=planner.blueprint, ways=planner.ways)
     engine.caches.chunk = None if generate is None else generate.chunk
@@ -239,6 +240,10 @@ class _Planner:
             return executable
         _, inputs = executable.widened.args
         return replace(executable, widened=partial(self._widen, key, inputs))
+
+    def numbers_left(self) -> Collection[Held]:
+        """The numbers of Python's that steps leave on modules; known on rank 0."""
+        return self._ways.steps.left
 
     def _has_pipeline(self) -> bool:
         return AXIS in self.mesh.axis_names

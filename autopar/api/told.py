@@ -51,7 +51,9 @@ class _Step:
 
 
 class Steps:
-    """Of a model that programs are traced from. names: of attributes that are told, by their paths."""
+    """Of a model that programs are traced from. names: of attributes that are told, by their paths. left: the numbers
+    that steps leave on modules.
+    """
 
     def __init__(self, blueprint: nn.Module) -> None:
         self._blueprint = blueprint
@@ -60,6 +62,7 @@ class Steps:
         self._starts: dict[object, Start] = {}
         self._step = _Step(())
         self.names: set[str] = set()
+        self.left: set[Held] = set()
 
     def answers(self, kind: Kind) -> Answers:
         """Those of the step that is about to run; nothing of a kind that is told nothing. Collective of others."""
@@ -84,6 +87,7 @@ class Steps:
 
     def learn(self, kind: Kind, plan: Plan) -> None:
         """A plan was made for a kind: what its program is told."""
+        self.left |= {each.held for each in plan.interface.carried if not each.appends and each.kind != "tensor"}
         if not plan.interface.told:
             return
         self.names |= set(plan.interface.told)
@@ -92,6 +96,7 @@ class Steps:
         if told is None:
             return
         self._wanted[kind] = told.start.wanted
+        self.left |= told.start.wanted.held
         answers: Answers = (_present(told.start.held),)
         known = 0
         for asked in (*told.asked, None):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ class Blocks:
         self._missing: list[str] = []
         self._recording = Recording()
         self._running = Running()
+        self._heard: Callable[[Sequence[Tensor]], int] = len
         tied = alike.tied_tensors(model)
         hopeless = alike.shares_modules(model) or any(map(_counts, model.modules()))
         for elements in () if hopeless else alike.outermost_lists(model):
@@ -85,8 +86,13 @@ class Blocks:
         return True
 
     @contextmanager
-    def watched(self, clone: nn.Module) -> Iterator[None]:
-        """While this lasts, a block of the model's copy that has been traced before is not traced again."""
+    def watched(self, clone: nn.Module, heard: Callable[[Sequence[Tensor]], int]) -> Iterator[None]:
+        """While this lasts, a block of the model's copy that has been traced before is not traced again.
+
+        heard: a number that changes where a block is told one of Python's, which others would not be; negative where
+        one is among what it is given.
+        """
+        self._heard = heard
         blocks = {path: clone.get_submodule(path) for path in self.paths}
         self._recording = Recording()
         for path, block in blocks.items():
@@ -124,6 +130,8 @@ class Blocks:
         call, cache = alike.signature(leaves, spec), cache_among(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._check_untouched(path)
+        if (heard := self._heard(tensors)) < 0:
+            raise NotRepeated(f"{path} is given a number that is another one in each step")
         for known in self.traced if call is not None else ():
             if known.call == call and self._is_same(known, path):
                 numbers = None if known.kept is None else known.kept.of(cache, self.paths[path])
@@ -148,6 +156,8 @@ class Blocks:
         inner_args, inner_kwargs = compat.tree_unflatten(inside, spec)
         with self._recording.of(block) as reads:
             result = forward(*inner_args, **inner_kwargs)
+        if self._heard(tensors) != heard:
+            raise NotRepeated(f"{path} is told numbers of its own")
         words = words_of(forward, *compat.tree_unflatten([None if leaf is cache else leaf for leaf in leaves], spec))
         found = Traced(len(self.traced), path, call, tuple(reads), [*words, *[""] * len(states)], len(tensors))
         results, found.result = flatten(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import Run, is_split, local_boxes, local_tensor
+from autopar.ir.told import Held as Number
 from autopar.runtime.checkpoint.boxes import Box
 from autopar.runtime.checkpoint.manifest import StoredGroup, StoredOptimizer
 from autopar.runtime.checkpoint.tree import encode
@@ -24,6 +25,9 @@ from autopar.runtime.holders import holders
 
 EXTRA_STATE = "_extra_state"
 """How torch calls what a module's `get_extra_state()` gives, behind the module's name."""
+NUMBERS = "python numbers"
+"""Beside them: numbers of Python's that steps leave on modules, each with its module's path, its name and keys."""
+_PLAIN = (bool, int, float)
 
 
 Boxes = tuple[tuple[Box, tuple[slice, ...]], ...]
@@ -241,6 +245,34 @@ def extra_states(model: nn.Module) -> Mapping[str, Any]:
     return {name: value for name, value in state.items() if name.rpartition(".")[2] == EXTRA_STATE}
 
 
+def numbers_left(model: nn.Module, left: Collection[Number]) -> list[Any]:
+    """The numbers of Python's that steps left on modules (`self.step += 1`), as they are now."""
+    now = [(each, each.of(model)) for each in sorted(left, key=str)]
+    return [[each.path, each.name, list(each.keys), value] for each, value in now if type(value) in _PLAIN]
+
+
+def put_numbers(model: nn.Module, entries: Any) -> None:
+    """Have them be there again: where a number is, or nothing yet.
+
+    Raises:
+        AutoparError: a module has something else there.
+    """
+    for entry in entries if isinstance(entries, list) else [entries]:
+        try:
+            path, name, keys, value = entry
+            held = Number(path, name, tuple(keys))
+            before = getattr(model.get_submodule(path), name, 0) if not keys else held.of(model)
+            if type(value) not in _PLAIN or type(before) not in (*_PLAIN, type(None)):
+                raise TypeError(f"{value!r} for {before!r}")
+            held.put(model, value)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise AutoparError(
+                f"{NUMBERS} cannot be loaded",
+                values=f"{entry!r}: {error}"[:300],
+                remedy="Load the checkpoint of this model",
+            ) from error
+
+
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Hand it back to them.
 
@@ -248,6 +280,8 @@ def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
         AutoparError: a module that takes none.
     """
     for name, value in states.items():
+        if name == NUMBERS:
+            continue
         try:
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         except (AttributeError, RuntimeError) as error:

@@ -28,7 +28,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor
 from autopar.runtime.checkpoint import folders
 from autopar.runtime.checkpoint.blocks import Files, Region, Source, fill_all, opened
 from autopar.runtime.checkpoint.boxes import Box, intersection, whole_of
-from autopar.runtime.checkpoint.contents import Contents, boxes_of, set_extra_states, tensors_of
+from autopar.runtime.checkpoint.contents import NUMBERS, Contents, boxes_of, put_numbers, set_extra_states, tensors_of
 from autopar.runtime.checkpoint.manifest import (
     PLAN,
     Manifest,
@@ -186,6 +186,7 @@ def load(
     # What is no model's: small, whole on each rank, and known at once.
     work = _Work(manifest, at)
     extra = together(WHAT, lambda: _others(work, schedulers, loader))
+    together(WHAT, lambda: _numbers(work, model))  # which the first step is told before anything is placed
     with opened(at, manifest.files) as files:
         together(WHAT, lambda: _check_files(work, files))
         together(WHAT, lambda: fill_all(files, work.sources))
@@ -347,6 +348,13 @@ def _on_device(key: str, value: Any, device: torch.device, is_moved: bool) -> An
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or (key == "step" and not is_moved):
         return value
     return value.to(device)
+
+
+def _numbers(work: _Work, model: nn.Module) -> None:
+    stored = work.manifest.modules.get(NUMBERS) if isinstance(work.manifest.modules, dict) else None
+    if stored is not None:
+        found = work.data(stored, NUMBERS)
+        work.then.append(lambda: put_numbers(model, found))
 
 
 def _others(work: _Work, schedulers: Sequence[Any], loader: Any) -> Any:

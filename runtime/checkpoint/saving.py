@@ -32,7 +32,7 @@ from autopar.runtime.checkpoint import folders
 from autopar.runtime.checkpoint.background import Saving
 from autopar.runtime.checkpoint.blocks import Entry
 from autopar.runtime.checkpoint.boxes import whole_of
-from autopar.runtime.checkpoint.contents import Contents, Held, extra_states
+from autopar.runtime.checkpoint.contents import NUMBERS, Contents, Held, extra_states, numbers_left
 from autopar.runtime.checkpoint.manifest import Run, StoredTensor
 from autopar.runtime.checkpoint.random_state import random_state
 from autopar.runtime.checkpoint.snapshot import Snapshot, room_of, snapshot
@@ -111,11 +111,12 @@ def _job(model: nn.Module, engine: Engine, given: Given, made: Path) -> Job:
         state.append(contents.other(at, x))
         return {"$at": at}
 
+    modules = {**extra_states(model), NUMBERS: numbers_left(model, engine.numbers())}
     names = ["scheduler"] if len(given.schedulers) == 1 else [f"schedulers[{i}]" for i in range(len(given.schedulers))]
     trees = {
         "schedulers": [encode(each.state_dict(), name, put) for each, name in zip(given.schedulers, names)],
         "extra": encode(given.extra, "extra", put),
-        "modules": encode(dict(extra_states(model)), "modules", put),
+        "modules": encode(modules, "modules", put),
     }
     rank, loader = dist.get_rank(), None
     if given.loader is not None:

@@ -25,3 +25,13 @@ def test_a_seed_repeats_what_is_drawn(sizes: tuple[int, ...], strategy: Any) -> 
 def test_what_draws_nothing_leaves_the_generator_alone() -> None:
     """Breaks if a model without dropout, or planning, takes numbers from the generator that a user draws from."""
     assert launch(seeds.left_alone, 2, timeout_s=90.0) == [True, True]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_draws_that_decide_are_rank_0s(strategy: str) -> None:
+    """Breaks if ranks that are seeded differently go different ways, or another one than eager with rank 0's seed, or
+    count otherwise.
+    """
+    for have, want in launch(seeds.told, 2, strategy, timeout_s=120.0):
+        assert have == pytest.approx(want, rel=1e-9)

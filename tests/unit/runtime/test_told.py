@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.api.ways import MOST_KEPT, TOLD, Ways
 from autopar.base.errors import AutoparError
+from autopar.passes import capture as capturing
 from autopar.passes.capture import capture
+from autopar.passes.told import START
+from autopar.runtime.checkpoint.contents import put_numbers
 from tests.unit.runtime.saved_run import one_rank as one_rank
 
 WIDTH = 6
@@ -200,6 +204,57 @@ def test_a_list_that_grows_and_is_gone_by_is_refused() -> None:
         capture(GoesByItsLosses(), {"x": torch.randn(2, WIDTH)}, tells_ways=True)
 
 
+class Block(nn.Module):
+    """A block that may draw itself, or be given what was drawn."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor, share: Any = 1.0) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return y if self.how == "inside" and torch.rand(1) < 0.5 else x + y * share
+
+
+class Blocks(nn.Module):
+    """Blocks that repeat, which draws leave out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers, self.how = nn.ModuleList(Block(how) for _ in range(5)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < 0.4:
+                continue
+            x = layer(x, random.random()) if self.how == "given" else layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize(("how", "whole"), [("beside", 0), ("inside", 1), ("given", 1)])
+def test_a_new_way_among_blocks_is_traced_block_by_block(how: str, whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if every layer is traced anew for each way of leaving some out; or if a block that draws, or is given what
+    was drawn, stands for the others.
+    """
+    torch.manual_seed(4)  # leaves out one of them
+    model, inputs, ways = Blocks(how), {"x": torch.randn(2, WIDTH)}, list[Any]()
+    first = capture(model, inputs, tells_ways=True)
+    assert first.told is not None and {x.answer for x in first.told.asked} == {False, True}
+    vars(model)[START] = first.told.start
+    traced_whole = capturing._whole
+
+    def counted(*args: Any) -> Any:
+        ways.append(how)
+        return traced_whole(*args)
+
+    monkeypatch.setattr(capturing, "_whole", counted)
+    again = capture(model, inputs, tells_ways=True)
+    assert len(ways) == whole and capturing.say_the_same(first, again)
+    assert again.told is not None and again.told.numbers() == first.told.numbers()
+    assert [x.answer for x in again.told.asked] == [x.answer for x in first.told.asked]
+
+
 @pytest.mark.moderate
 @pytest.mark.parametrize("kind", [DropsLayers, DrawsInPython, Counts, Leaves])
 def test_the_proof_goes_by_the_same_numbers(kind: type[Net]) -> None:
@@ -209,6 +264,30 @@ def test_the_proof_goes_by_the_same_numbers(kind: type[Net]) -> None:
     plan.verify().raise_on_failure()
     assert (model.calls, model.heat, model.is_new, model.losses) == (0, 1.0, True, [])
     assert model.seen == {"batches": 0, "last": []}
+
+
+@pytest.mark.moderate
+def test_a_run_that_goes_on_counts_on(tmp_path: Path) -> None:
+    """Breaks if a saved step goes on with counters as a fresh model has them, or a file can put a number in the place
+    of a method.
+    """
+    mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), torch.ones(2, WIDTH)
+    torch.manual_seed(0)
+    one, other = (autopar.compile(Counts(), mesh, strategy="ddp") for _ in range(2))
+    for _ in range(2):
+        one(x)
+    one.save(tmp_path, step=2)
+    other.load(tmp_path)
+    assert (other.calls, other.heat, other.is_new, other.seen["batches"]) == (2, one.heat, False, 2)
+    assert float(other(x)) == float(one(x)) and other.calls == one.calls == 3
+    for entry in (
+        ["", "forward", [], 1],
+        ["layers.7", "calls", [], 1],
+        ["", "calls", [], "1"],
+        ["", "seen", ["at", 0], 1],
+    ):
+        with pytest.raises(AutoparError, match="python numbers cannot be loaded"):
+            put_numbers(other, [entry])
 
 
 def test_programs_that_nobody_used_for_long_are_dropped() -> None:
