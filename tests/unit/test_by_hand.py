@@ -216,6 +216,18 @@ def test_a_cache_that_nobody_asks_for_is_not_made() -> None:
             len(out.past_key_values)
 
 
+def test_what_was_read_in_inference_mode_is_kept_as_it_was() -> None:
+    """Breaks if tensors whose writes torch does not count are asked for them, or read as they became."""
+    model = _model()
+    compiled = _Compiled(model)
+    with torch.inference_mode():
+        ids = IDS.clone()
+        out = compiled(ids)
+        ids.fill_(1)
+        found = compiled(IDS[:, :1], past_key_values=out.past_key_values).logits
+        torch.testing.assert_close(found, model(torch.cat([IDS, IDS[:, :1]], 1)).logits[:, -1:])
+
+
 def test_training_makes_no_cache() -> None:
     """Breaks if a training step is run by a program that has no backward, or its cache is silently none."""
     model = _model().train()

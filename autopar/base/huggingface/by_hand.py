@@ -282,6 +282,8 @@ class _Call:
         given = {name: x for name, x in self.given.items() if name not in ("labels", "use_cache", "return_dict")}
         if self.model.config.is_encoder_decoder and given.get("encoder_outputs") is None:
             given = _behind(given, output)
+        # Writes to tensors of inference_mode are not counted: they are read as they are now.
+        given = {name: x.clone() if isinstance(x, Tensor) and x.is_inference() else x for name, x in given.items()}
         call = replace(self, given=without_routers(self.model, given))
         before = call._versions()
 
@@ -294,7 +296,8 @@ class _Call:
 
     def _versions(self) -> list[int]:
         """Numbers that change when what the call read is written."""
-        return [x._version for x in (*self.given.values(), *_some_weights(self.model)) if isinstance(x, Tensor)]
+        read = (*self.given.values(), *_some_weights(self.model))
+        return [x._version for x in read if isinstance(x, Tensor) and not x.is_inference()]
 
 
 _weights: weakref.WeakKeyDictionary[Any, tuple[Tensor, ...]] = weakref.WeakKeyDictionary()
