@@ -52,6 +52,7 @@ from autopar.passes.split_stages import expected_share, split_stages
 from autopar.passes.spread_heads import spread_heads
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import splits_sequence
+from autopar.strategies.pipelining.asked import fewest_stages, forwards, stages_per_rank
 from autopar.strategies.request import Attempt, Progress, Request
 
 
@@ -77,7 +78,7 @@ class PassTime:
 TRACE: tuple[Pass, ...] = (
     Pass("capture", lambda _, request: _capture(request)),
     Pass("fuse_attention", lambda program, _: fuse_attention(program)),
-    Pass("outline", lambda program, _: outline(program)),
+    Pass("outline", lambda program, request: outline(program, pieces=stages_asked(request), names=cuts_asked(request))),
     Pass("separate", lambda program, request: separate(program) if request.pipeline is not None else program),
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
     Pass(
@@ -258,6 +259,22 @@ def _share(request: Attempt) -> Share | None:
     ranks, runs, training = request.num_stage_ranks, request.runs, request.training
     share = expected_share(request.pipeline, ranks, runs, training=training)
     return replace(share, in_flight=share.in_flight * request.together)
+
+
+def stages_asked(request: Attempt) -> int:
+    """The fewest stages that a pipeline has as it is asked for; 0 without one."""
+    if (spec := request.pipeline) is None:
+        return 0
+    ranks = request.num_stage_ranks
+    if spec.rank_of or spec.is_file:
+        return forwards(spec, ranks).num_stages
+    return ranks * (stages_per_rank(spec, ranks) or fewest_stages(spec))
+
+
+def cuts_asked(request: Attempt) -> frozenset[str]:
+    """The modules before which a user cuts a pipeline."""
+    cut = () if request.pipeline is None else request.pipeline.cut
+    return frozenset(name.split("#")[0] for name in cut if isinstance(name, str))
 
 
 def vocabulary_ranks(request: Attempt) -> int:

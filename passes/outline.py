@@ -12,7 +12,7 @@ Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one c
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef
 from autopar.passes.outlining.apart import apart
+from autopar.passes.outlining.finer import finer
 from autopar.passes.outlining.rounds import rounds
 from autopar.passes.outlining.wanted_names import library_modules, name_nodes
 
@@ -53,14 +54,24 @@ _RESERVED = frozenset({"comm", "p", "saved", "kept", "g", "torch", "F", "ops", "
 """What a region's functions call things of their own; a model's input may have any name."""
 
 
-def outline(program: Program) -> Program:
-    """Cut the one captured region into regions and calls."""
+def outline(program: Program, *, pieces: int = 0, names: Collection[str] = ()) -> Program:
+    """Cut the one captured region into regions and calls.
+
+    Args:
+        pieces: how many calls a pipeline needs at least; a model with fewer blocks is cut finer (outlining/finer.py).
+        names: of modules before which a pipeline is to be cut.
+    """
     (model,) = program.regions
     elements = _block_paths(model)
     holders = [node for node in model.graph.nodes if node.op == "placeholder"]
     slot_of = dict(zip(holders, model.slots, strict=False))
     runs = [part for run in _runs(model, elements) for part in _rounds(run, slot_of)]
-    pieces = [_piece(run, slot_of, model) for run in runs]
+    if pieces > 1:
+        parameters = {holder for holder, slot in slot_of.items() if slot.is_parameter}
+        left_out = sum(len(row.like) * len(row.left_out) for row in program.folded)
+        named = () if program.folded else names
+        runs = [_Run(*r) for r in finer([(r.path, r.nodes) for r in runs], parameters, pieces - left_out, named)]
+    bordered = [_piece(run, slot_of, model) for run in runs]
     returned = next(node for node in model.graph.nodes if node.op == "output").args[0]
     count = len(program.outputs)
     changed = set(returned[count:])
@@ -69,7 +80,7 @@ def outline(program: Program) -> Program:
     }
     regions: dict[Any, Region] = {}
     calls: list[Call] = []
-    for piece in pieces:
+    for piece in bordered:
         region, key = _build(piece, slot_of, model, changed)
         if key not in regions:
             regions[key] = region
@@ -259,7 +270,7 @@ def _region_names(regions: Mapping[str, Region], calls: Sequence[Call]) -> dict[
 
 
 def _block_name(module: str, modules: Iterable[str]) -> str:
-    parts = [part for part in module.split(".") if part != "*"]
+    parts = [part.rstrip("*") for part in module.split(".") if part != "*" and not part.isdigit()] or ["layer"]
     last = {"h": "block", "layers": "layer", "layer": "layer"}.get(parts[-1], parts[-1].rstrip("s") or parts[-1])
     clash = any(other != module and other.split(".")[-2:] == module.split(".")[-2:] for other in modules)
     return _identifier(f"{parts[-2]}_{last}" if clash and len(parts) > 1 else last)

@@ -399,12 +399,11 @@ def _no_schedule(program: Program, spec: PipelineSpec, num_ranks: int, pinned: t
 def too_many_stages(program: Program, num_stages: int, num_ranks: int) -> AutoparError:
     """The model has fewer pieces than the pipeline has stages."""
     num_calls, per_rank = len(program.calls), num_stages // num_ranks
-    blocks = sum(bool(call.path) for call in program.calls)
     ways = [f"{AXIS}={num_calls // per_rank} or less"] * (per_rank <= num_calls // 2)
     ways += ["a schedule with fewer stages a rank"] * (per_rank > 1) + ["a model with more layers"]
     return AutoparError(
         f"{num_stages} pipeline stages cannot be cut from a model of {plural(num_calls, 'piece', 'pieces')}",
-        values=f"{plural(blocks, 'block', 'blocks')} and {plural(num_calls - blocks, 'piece', 'pieces')} around them, "
+        values="blocks, calls of modules with parameters and operators that read some are pieces, "
         f"{AXIS}={num_ranks}, {plural(per_rank, 'stage', 'stages')} a rank",
         remedy=f"use {', '.join(ways[:-1])}{', or ' if len(ways) > 2 else ' or ' * (len(ways) > 1)}{ways[-1]}",
     )

@@ -41,16 +41,15 @@ def plan_of(
 def test_more_stages_than_pieces() -> None:
     """Breaks if the message does not say how many pieces there are, and what would do."""
     assert error_of(plan_of, mesh="pp=16", microbatches=1) == (
-        "16 pipeline stages cannot be cut from a model of 5 pieces. 4 blocks and 1 piece around them, pp=16, "
-        "1 stage a rank. use pp=5 or less or a model with more layers."
+        "16 pipeline stages cannot be cut from a model of 13 pieces. blocks, calls of modules with parameters and "
+        "operators that read some are pieces, pp=16, 1 stage a rank. use pp=13 or less or a model with more layers."
     )
-    assert error_of(plan_of, "pipeline(interleaved, 3)", "pp=2", microbatches=4).endswith(
-        "3 stages a rank. use a schedule with fewer stages a rank or a model with more layers."
+    assert error_of(plan_of, "pipeline(interleaved, 7)", "pp=2", microbatches=4).endswith(
+        "7 stages a rank. use a schedule with fewer stages a rank or a model with more layers."
     )
-    assert "6 pipeline stages" in error_of(plan_of, "pipeline(greedy, 3)", "pp=2", microbatches=4)
+    assert "16 pipeline stages" in error_of(plan_of, "pipeline(greedy, 4)", "pp=4", microbatches=4)
     assert "16 pipeline stages" in error_of(plan_of, "pipeline", "pp=16")
-    one_piece = error_of(plan_of, mesh="pp=2", model="cnn", microbatches=1)
-    assert "a model of 1 piece. 0 blocks and 1 piece around them" in one_piece
+    assert "a model of 3 pieces" in error_of(plan_of, mesh="pp=4", model="cnn", microbatches=1)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +166,9 @@ def test_cuts() -> None:
     assert error_of(plan_of, {"pp": pipeline(cut=["layers.1", "layers.2"])}, **two).startswith(
         "2 cuts make 3 stages, which auto cannot have"
     )
+    program: Any = plan_of({"pp": pipeline("1f1b", cut=["layers.1.up"])}, **two).program
+    first = program.pipeline.stages[1].calls[0]
+    assert program.calls[first].path == "layers.1.up"  # inside a block, which is opened for it
 
 
 @pytest.mark.sampled(1)
