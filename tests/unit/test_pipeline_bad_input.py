@@ -122,7 +122,7 @@ ROWS = {
         ("missing", "Stage 0 has no backward of microbatch 1 (pipeline schedule {path})."),
         ("deadlock", "The schedule deadlocks: 2 of its 2 ranks cannot go on (pipeline schedule {path}). rank 0 stands "
                      "at 0B0, which waits for 1B0 of rank 1; rank 1 stands at 1F1, which waits for 0F1 of rank 0."),
-        ("many", "14 pipeline stages cannot be cut from a model of 5 pieces"),
+        ("many", "14 pipeline stages cannot be cut from a model of 13 pieces"),
         ("empty", "A pipeline schedule has one row for each rank (pipeline schedule {path})."),
     ],
 )  # fmt: skip
