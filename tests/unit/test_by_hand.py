@@ -78,6 +78,9 @@ def _model(name: str = "llama") -> Any:
     if name == "t5":
         config = transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         return transformers.T5ForConditionalGeneration(config).double().eval()
+    if name == "roberta":
+        config = transformers.RobertaConfig(**sizes, is_decoder=True, max_position_embeddings=24)
+        return transformers.RobertaForCausalLM(config).double().eval()
     if name == "bert":
         return transformers.BertModel(transformers.BertConfig(**sizes)).double().eval()
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double().eval()
@@ -95,7 +98,7 @@ def _loop(model: Any, cache: Any = None, ids: Tensor = IDS, **first: Any) -> Ten
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "roberta"])
 @pytest.mark.parametrize("first", [{}, {"use_cache": True}])
 def test_a_loop_by_hand(name: str, first: dict[str, Any]) -> None:
     """Breaks if a call that was handed no cache leaves none, or one that nobody can go on with; if the cache that a

@@ -246,7 +246,7 @@ class _Call:
             mask = torch.ones(rows, so_far, dtype=torch.long, device=device)
         takes = inspect.signature(self.model.forward).parameters
         if given.get("position_ids") is None and "position_ids" in takes:
-            if not bool(mask[:, :so_far].all()):
+            if counts_by_tokens(self.model) or not bool(mask[:, :so_far].all()):
                 self._check_counts(cache)
                 given[name] = F.pad(mask, (0, max(0, places(cache, so_far) - mask.shape[1])))
                 return True
@@ -298,6 +298,13 @@ class _Call:
         """Numbers that change when what the call read is written."""
         read = (*self.given.values(), *_some_weights(self.model))
         return [x._version for x in read if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def counts_by_tokens(model: Any) -> bool:
+    """Whether positions that nobody hands in follow from which tokens there are, not from their places alone: from
+    behind the number of the padding token on, as RoBERTa's.
+    """
+    return any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules())
 
 
 _weights: weakref.WeakKeyDictionary[Any, tuple[Tensor, ...]] = weakref.WeakKeyDictionary()
