@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.api.agreed import agreed_plan
+from autopar.api.devices import devices_of
 from autopar.api.plan import Plan
-from autopar.api.planning import device_mesh_of, first_plan
+from autopar.api.planning import first_plan
 from autopar.api.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
@@ -36,7 +37,7 @@ logger = logging.getLogger("autopar")
 
 
 def backend(
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | str | Mapping[str, int],
     *,
     strategy: Strategy = "auto",
     memory_limit: float | None = None,
@@ -53,7 +54,7 @@ def backend(
     `autopar.compile`.
 
     Args:
-        mesh: a torch DeviceMesh over all ranks; torch.distributed is initialised.
+        mesh: a torch DeviceMesh over all ranks, or its axes, as in `autopar.compile`.
         strategy: as in `autopar.plan`, of those that store parameters whole: auto, ddp, tensor, tensor+sequence,
             tensor2d. With whole parameters `tensor` may split an operator and need not: what is faster is taken.
         Others as in `autopar.plan`.
@@ -65,13 +66,8 @@ def backend(
         AutoparError: a strategy that stores pieces, a mesh with a pipeline or not torch's, a world size that is not the
             mesh's.
     """
-    if isinstance(mesh, Mesh):
-        raise AutoparError(
-            "backend needs the devices: a torch DeviceMesh",
-            values=f"given autopar.Mesh {mesh}",
-            remedy=f"use {device_mesh_of(mesh)} under torchrun",
-        )
-    own = Mesh.from_device_mesh(mesh, hardware=hardware)
+    device_mesh = devices_of(mesh, "backend")
+    own = Mesh.from_device_mesh(device_mesh, hardware=hardware)
     if AXIS in own.axis_names:
         raise AutoparError(
             f"a torch.compile backend cannot run a pipeline: its graphs are parts of a step, {AXIS} cuts a whole one",
@@ -81,7 +77,7 @@ def backend(
     strategies = resolve(strategy, own)
     _check_stores_whole(strategies, own)
     options = {"memory_limit": memory_limit, "constraints": tuple(constraints), "rematerialize": rematerialize}
-    return Backend(own, strategies, options, ProcessGroupComm(mesh))
+    return Backend(own, strategies, options, ProcessGroupComm(device_mesh))
 
 
 def _check_stores_whole(strategies: Sequence[AxisStrategy], mesh: Mesh) -> None:

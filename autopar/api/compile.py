@@ -23,12 +23,13 @@ from autopar.api.additions import Additions, shapes
 from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
 from autopar.api.cache_maker import maker
+from autopar.api.devices import devices_of
 from autopar.api.following import Following, numbers_of
 from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned, ways_for
 from autopar.api.lengths import Padding
 from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
-from autopar.api.planning import device_mesh_of, first_plan, written
+from autopar.api.planning import first_plan, written
 from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.api.undivided import Undivided
 from autopar.api.ways import Ways
@@ -70,7 +71,7 @@ Found = TypeVar("Found")
 
 def compile(
     model: Module,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | str | Mapping[str, int],
     *,
     example_inputs: Batch | None = None,
     strategy: Strategy = "auto",
@@ -98,6 +99,8 @@ def compile(
     batch of another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
 
     Args:
+        mesh: a torch DeviceMesh, or its axes (`"dp=2,tp=2"`, `{"dp": 2, "tp": 2}`), which make one over the ranks that
+        torchrun started.
         compile_regions: run each region's forward and backward through torch.compile. True: with inductor (a C++
         compiler on the CPU, Triton on CUDA); False: not; a backend's name; None: True on CUDA. Plans stay the same.
         loss: a function of the outputs and the batch (a mapping from the inputs' names to tensors) that returns one
@@ -121,12 +124,7 @@ def compile(
     """
     if environment.read().disable:
         return model
-    if isinstance(mesh, Mesh):
-        raise AutoparError(
-            "compile needs the devices: a torch DeviceMesh",
-            values=f"given autopar.Mesh {mesh}",
-            remedy=f"use {device_mesh_of(mesh)} under torchrun; autopar.plan takes this mesh",
-        )
+    devices = devices_of(mesh, "compile")
     options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
         strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints),
         passes=passes, rematerialize=rematerialize, microbatches=microbatches, halves=halves, roots=roots,
@@ -134,7 +132,7 @@ def compile(
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
     return compile_model(
-        model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss, generate, lengths, cache
+        model, devices, example_inputs, options, plan, text, hardware, compile_regions, loss, generate, lengths, cache
     )
 
 

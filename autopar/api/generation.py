@@ -105,7 +105,7 @@ def ways_for(plan: Plan | None, strategy: Strategy, mesh: Mesh) -> int:
 
 def plan_generation(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | str | Mapping[str, int],
     generate: Generation,
     *,
     strategy: Strategy = "auto",
@@ -138,7 +138,7 @@ def may_choose(strategy: Strategy) -> bool:
 
 def planned(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | str | Mapping[str, int],
     generation: Generation,
     options: Mapping[str, Any],
     pins: Sequence[Pin],
@@ -152,7 +152,7 @@ def planned(
     lie, so that it counts which phase goes first. captured: what was traced for these sizes before, by phase; gets what
     is.
     """
-    mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=options.get("hardware"))
+    mesh = Mesh.of(mesh, options.get("hardware"))
     check_pieces(generation, options["strategy"], mesh)
     mesh = mesh.in_chunks() if generation.chunks > 1 else mesh
     inputs = phase_inputs(model, generation, ways_of(options["strategy"], mesh))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +31,6 @@ from autopar.strategies.request import Progress
 from autopar.views.explain.attention_axes import context_rows
 from autopar.views.graphs import views_of, with_places
 from autopar.views.step_memory import step_views
-
-
-def device_mesh_of(mesh: Mesh) -> str:
-    """The call that makes the devices of a mesh, as one writes it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = tuple(size for _, size in mesh.axes)
-    return f'torch.distributed.init_device_mesh("{device}", {sizes}, mesh_dim_names={mesh.axis_names})'
 
 
 def _level_of_user() -> int:
@@ -90,7 +83,7 @@ def _check(record: PlanRecord) -> None:
 
 def plan(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | str | Mapping[str, int],
     *,
     example_inputs: Batch,
     strategy: Strategy = "auto",
@@ -111,6 +104,7 @@ def plan(
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
 
     Args:
+        mesh: an `autopar.Mesh`, its axes (`"dp=2,tp=2"`, `{"dp": 2, "tp": 2}`), or a torch DeviceMesh.
         example_inputs: arguments of `forward`, by keyword (a mapping), in order (a tuple), or the only one (a tensor):
             the global batch (shapes and dtypes count, values do not).
         strategy: "auto", a name (`autopar strategies` lists them), or a mapping from axes to names.
@@ -145,7 +139,7 @@ def plan(
 
 def first_plan(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | str | Mapping[str, int],
     *,
     example_inputs: Batch,
     loss: Loss | None = None,

@@ -77,6 +77,21 @@ class Mesh:
         return Mesh(_parsed(text), hardware=hardware)
 
     @staticmethod
+    def of(mesh: Mesh | DeviceMesh | str | Mapping[str, int], hardware: str | Hardware | None = None) -> Mesh:
+        """The mesh that is meant: one of these, torch's, or its axes: ``"dp=4,tp=2"``, ``{"dp": 4, "tp": 2}``.
+
+        hardware: of what says nothing of it; None: of axes an H100, of a `DeviceMesh` the device at hand.
+
+        Raises:
+            AutoparError: as `Mesh`, `parse` and `from_device_mesh`.
+        """
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, str | Mapping):
+            return Mesh(mesh, hardware="h100" if hardware is None else hardware)
+        return Mesh.from_device_mesh(mesh, hardware)
+
+    @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh, hardware: str | Hardware | None = None) -> Mesh:
         """The mesh that a torch `DeviceMesh` describes; without `hardware`, the profile of the device at hand.
 
@@ -88,7 +103,7 @@ class Mesh:
             raise AutoparError(
                 f"A mesh was expected, {type(mesh).__name__} was given",
                 values=f"Given: {str(mesh)[:80]!r}",
-                remedy="Pass a torch DeviceMesh, or autopar.Mesh.parse('dp=4,tp=2', hardware='h100')",
+                remedy="Pass a torch DeviceMesh, 'dp=4,tp=2', or autopar.Mesh.parse('dp=4,tp=2', hardware='h100')",
             )
         names = mesh.mesh_dim_names
         if not names:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @older_spared()
 def decide(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | str | Mapping[str, int],
     *,
     example_inputs: Mapping[str, Any],
     strategy: Strategy = "auto",
@@ -63,7 +63,7 @@ def decide(
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
     """
-    mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
+    mesh = Mesh.of(mesh, hardware)
     mesh = mesh.with_experts(expert_imbalance)
     if inference and mesh.num_devices == 1:
         mesh = mesh.in_graphs()

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.api.devices import devices_of
 from autopar.base.errors import AutoparError
 from autopar.machine import profiles
 from autopar.machine.mesh import Mesh
@@ -167,8 +169,36 @@ def test_from_a_device_mesh_that_does_not_serve(
         Mesh.from_device_mesh(fake_device_mesh(ranks, names))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("given", ["dp=4,tp=2", {"dp": 4}, None])
+@pytest.mark.parametrize("given", [7, ["dp", 4], None])
 def test_what_is_no_mesh_is_told(given: object) -> None:
-    """Breaks if a mesh written as text ends in an AttributeError."""
-    with pytest.raises(AutoparError, match=r"A mesh was expected, \w+ was given.*Mesh\.parse"):
-        Mesh.from_device_mesh(given)  # type: ignore[arg-type]
+    """Breaks if what is no mesh ends in an AttributeError."""
+    for asks in (Mesh.from_device_mesh, Mesh.of):
+        with pytest.raises(AutoparError, match=r"A mesh was expected, \w+ was given.*Mesh\.parse"):
+            asks(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["dp=4,tp=2", {"dp": 4, "tp": 2}, Mesh("dp=4,tp=2")])
+def test_a_mesh_is_meant_by_its_axes(given: Mesh | str | dict[str, int]) -> None:
+    """Breaks if `autopar.plan(model, "dp=4,tp=2", …)` is refused, or forgets whose hardware was asked for."""
+    assert Mesh.of(given) == Mesh({"dp": 4, "tp": 2}, hardware="h100")
+    asked = Mesh.of(given, "cpu")
+    assert asked.axes == (("dp", 4), ("tp", 2))
+    assert asked.hardware.name == ("h100" if isinstance(given, Mesh) else "cpu")
+
+
+def test_axes_make_a_mesh_of_the_ranks_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if `autopar.compile(model, "dp=1")` is refused, or runs where there are not as many ranks."""
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(AutoparError, match=r"no ranks were started.*torchrun --nproc-per-node 2"):
+        devices_of("dp=2", "compile")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        made = devices_of({"dp": 1, "tp": 1}, "compile")
+        assert (made.mesh_dim_names, tuple(made.shape), made.device_type) == (("dp", "tp"), (1, 1), "cpu")
+        assert devices_of(made, "compile") is made
+        with pytest.raises(AutoparError, match="the mesh has 2 ranks, 1 processes were started"):
+            devices_of("dp=2", "compile")
+        with pytest.raises(AutoparError, match=r"compile needs the devices.*'dp=1'"):
+            devices_of(Mesh("dp=1"), "compile")  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
