@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.base.errors import AutoparError
 from autopar.ir.classes import Key
 from autopar.ir.program import Program
 from autopar.ir.sharding import Shard
@@ -29,7 +28,6 @@ from autopar.solver.presolve import consistent
 from autopar.solver.problem import AssignmentProblem, Edge
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.names import describe
 
 SECONDS = 6.0
 GAP = 1e-6
@@ -69,9 +67,6 @@ def unsplit_weights(
     gathered: as of `place`. reasons: work out what blocks each. proven: False where one axis splits matrices, for those
     that have to as far as what neighbours forbid each other tells: they are the same where there is a placement with
     no others whole, as there is none with fewer.
-
-    Raises:
-        AutoparError: the model has repeated blocks, and nothing of what is asked could be split.
     """
     program, strategies = variants.program, variants.strategies
     if not tensor_axes(program, strategies):
@@ -90,9 +85,6 @@ def unsplit_weights(
         ]
     else:
         unmet = _forced(built, asked)
-    in_blocks = any(program.region(name).module for root in asked for name in _regions(built, root))
-    if unmet and in_blocks and len(unmet) == sum(len(frozenset().union(*slot.unmet)) for slot in asked.values()):
-        raise _nothing(program, built, unmet, strategies)
     return tuple(_described(program, built, root, axis, reasons) for root, axis in unmet)
 
 
@@ -195,22 +187,6 @@ def notes_of_whole_inputs(program: Program, strategies: Sequence[AxisStrategy]) 
     return tuple(notes)
 
 
-def _nothing(
-    program: Program, built: PlacementProblem, unmet: Sequence[tuple[Key, int]], strategies: Sequence[AxisStrategy]
-) -> AutoparError:
-    unsplit = {(root, axis): _described(program, built, root, axis, reasons=False) for root, axis in unmet}
-    first = max(unsplit, key=lambda key: program.variable(unsplit[key].name).seen.num_elements)
-    largest = _described(program, built, *first)
-    axis, size = program.on_mesh.axes[largest.axis]
-    return AutoparError(
-        f"strategy {describe(strategies, program.on_mesh)} splits weight matrices over {axis}, and none of "
-        f"{len({each.module for each in unsplit.values()})} can be split over {axis}={size}",
-        where=_at(largest.module, largest.line),
-        values=f"{program.variable(largest.name).type}: {largest.why(f'{axis}={size}')}",
-        remedy='use strategy="auto", ddp or zero3',
-    )
-
-
 def _at(module: str, line: str) -> str:
     return f"{module} at {line}" if line else module
 
@@ -226,11 +202,6 @@ def _described(program: Program, built: PlacementProblem, root: Key, axis: int, 
     path = f"{region.module}.{module}" if region.module else module
     small = part_of_weight(region, index) == "scales"
     return Unsplit(name, axis, path, line, _blocking(program, built, root, axis) if reasons else (), small)
-
-
-def _regions(built: PlacementProblem, root: Key) -> list[str]:
-    """The regions that read a parameter."""
-    return [key[1] for key in built.value_classes.members[root] if key[0] == "slot"]
 
 
 def _elements(program: Program, root: Key, built: PlacementProblem) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api.plan import Plan
-from autopar.base.errors import AutoparError
 from autopar.ir.sharding import REPLICATE, Shard
 
 NOTE = "is computed whole on every rank of"
@@ -174,13 +173,14 @@ def test_heads_that_do_not_divide_leave_other_weights_split() -> None:
 
 
 @pytest.mark.moderate
-def test_where_nothing_splits_the_strategy_is_refused() -> None:
-    """Breaks if a model is called tensor-parallel of which every rank computes all, or the message names no module."""
-    with pytest.raises(AutoparError, match=r"none of 1 can be split over tp=2") as refused:
-        planned(Blocks(Odd(), Odd(), embeds=False), "tp=2", batch={"x": torch.randn(8, 16)})
+def test_blocks_without_a_split_stay_whole_and_say_so() -> None:
+    """Breaks if a model is refused of which nothing can be split, or nobody is told that every rank computes all."""
+    plan = planned(Blocks(Odd(), Odd(), embeds=False), "tp=2", batch={"x": torch.randn(8, 16)})
     line = f"test_unsplit.py:{Odd.forward.__code__.co_firstlineno + 1}"
-    assert f"layers.*.odd at {line}" in str(refused.value)
-    assert f"softmax at {line} allows no split" in str(refused.value)
+    told, idle = plan.notes
+    assert told.startswith(f"layers.*.odd at {line} is computed whole") and f"softmax at {line} allows no split" in told
+    assert idle.startswith("no weight of the model is split over tp")
+    plan.verify().raise_on_failure()
 
 
 def test_an_axis_that_has_nothing_to_split_says_so() -> None:
