@@ -37,6 +37,10 @@ from autopar.strategies.axis import AUTO, AxisStrategy
 from autopar.strategies.context import family_of
 from autopar.strategies.names import Pin
 
+BY_CLOCK = (
+    "the search for where values lie took so much longer than it should that the clock ended it: another run may find "
+    "another plan, plan.save keeps this one"
+)
 SECONDS = 6.0
 SECONDS_A_PAIR = 2.5e-7
 AGAIN = 0.5
@@ -67,7 +71,7 @@ def place(
     """Build the placement problem, solve it, and write the answer into the program.
 
     gap, proof_gap: as of `solver.solve`: what is cheap to prove, and what is worth an integer program. time_limit_s: of
-    the solver, CPU seconds; None: more for larger problems.
+    the solver, in seconds of work (`solver.work`); None: more for larger problems.
 
     checks_limit: solve without the memory limit, and accept the answer if it keeps to it. overlap_price: as of
     `build_problem`. alike: a placed program; operators do as those of the same name do there, if that will do.
@@ -144,7 +148,7 @@ def place(
         if not explain:
             raise refused or _nothing(memory_limit_bytes, excluded=solution.excluded)
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
-    # One that was not ended by the clock ends early elsewhere.
+    # One that did not run out of time ends early elsewhere.
     if learnt is not None and solution.gap > STANDING * proof_gap:
         learnt.chosen[key] = solution.choice
     if hints is not None and (excluded or limit is None):  # not for want of memory
@@ -182,7 +186,7 @@ def try_place(
 
 
 def _seconds_for(problem: AssignmentProblem) -> float:
-    """CPU seconds that placement may take: the more, the more pairs of choices the edges have (four axes: 10^8)."""
+    """Seconds of work that placement may take: the more, the more pairs of choices the edges have (four axes: 10^8)."""
     return SECONDS + SECONDS_A_PAIR * sum(edge.costs.size for edge in problem.edges)
 
 
@@ -256,6 +260,8 @@ def read_solution(
         priced_s=priced_s,
     )
     placement = _placement(program, built, choice)
+    if solution.is_ended_by_clock:
+        program = replace(program, notes=(*program.notes, BY_CLOCK))
     return program.with_regions(regions, phase="placed", placement=placement, result=result, overlap=None)
 
 

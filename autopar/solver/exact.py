@@ -23,6 +23,7 @@ from autopar.solver.memory import Memory
 from autopar.solver.problem import Edge, IntArray
 from autopar.solver.programs import mathopt
 from autopar.solver.search import Target
+from autopar.solver.work import NET, PROGRAM_SECONDS_A_PIVOT, PROGRAM_SECONDS_A_VARIABLE, Work
 
 MAX_PAIRS = 200_000
 ROWS_AT_ONCE = 6
@@ -31,6 +32,7 @@ BYTES_SCALE = 1e3
 ROUNDING = 1e-8
 MAX_ROUNDS = 50
 MAX_SECONDS = 1e6
+MOST_NODES = 100_000
 TIGHTENING = 1e-5
 """Scaled bytes taken off a limit that a choice exceeds by the solver's tolerance; later bounds do not count."""
 
@@ -49,22 +51,38 @@ def num_pairs(graph: Graph) -> int:
     return sum(int(np.isfinite(e.costs).sum()) for e in graph.edges)
 
 
+def root_s(size: int) -> float:
+    """What the relaxation of a program of so many variables is taken to be worth: an iteration for every third."""
+    return PROGRAM_SECONDS_A_VARIABLE * size + PROGRAM_SECONDS_A_PIVOT * size * size / 3
+
+
 def solve_exactly(
-    graph: Graph, target: Target, points: list[int], gap: float, reference: float, seconds_left: Callable[[], float]
+    graph: Graph,
+    target: Target,
+    points: list[int],
+    gap: float,
+    reference: float,
+    seconds_left: Callable[[], float],
+    clock: Work,
 ) -> Exact:
     """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the optimum's size.
+    `seconds_left`: by the clock, which is told what is spent.
 
     Nothing is found where the program is too large, or there is no MathOpt.
     """
     pairs = num_pairs(graph)
     if pairs > MAX_PAIRS or seconds_left() <= 0 or mathopt() is None:
         return Exact(None, -np.inf, pairs)
+    size = pairs + sum(graph.num_choices)
+    if clock.counts and root_s(size) > seconds_left():
+        return Exact(None, -np.inf, pairs)
+    clock.spend(PROGRAM_SECONDS_A_VARIABLE * size)
     program = Program(graph, target, reference)
     for point in points:
         program.add_memory_row(point)
     bound = -np.inf
     for _ in range(MAX_ROUNDS):
-        choice, relaxed = program.solve(gap, seconds_left)
+        choice, relaxed = program.solve(gap, seconds_left, clock)
         bound = max(bound, relaxed)
         if choice is None:
             return Exact(None, bound, pairs)
@@ -155,21 +173,28 @@ class Program:
             self.add_memory_row(point, self.rows.get(point, -TIGHTENING) + TIGHTENING)
         return bool(worst)
 
-    def solve(self, gap: float, seconds_left: Callable[[], float]) -> tuple[IntArray | None, float]:
-        """(the best choice found under the rows so far, a lower bound)."""
-        solvers = mathopt()
+    def solve(self, gap: float, seconds_left: Callable[[], float], clock: Work) -> tuple[IntArray | None, float]:
+        """(the best choice found under the rows so far, a lower bound). Where seconds are counted, nodes of the search
+        are limited, each taken to be worth a tenth of its root; the machine's clock ends it long after.
+        """
+        solvers, size = mathopt(), num_pairs(self.graph) + sum(self.graph.num_choices)
         empty = (solvers.TerminationReason.INFEASIBLE, solvers.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
         for solver in (solvers.SolverType.HIGHS, solvers.SolverType.GSCIP):
             left = min(seconds_left(), MAX_SECONDS)
             if left <= 0:
                 return None, -np.inf
+            nodes = max(1, int(10 * left / root_s(size)) - 10) if clock.counts else None
             parameters = solvers.SolveParameters(
-                time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.5 * gap
+                time_limit=datetime.timedelta(seconds=NET * left if clock.counts else left),
+                node_limit=min(nodes, MOST_NODES) if nodes is not None else None,
+                relative_gap_tolerance=0.5 * gap,
             )
             try:
                 result = solvers.solve(self.model, solver, params=parameters)
             except (RuntimeError, ValueError):
                 continue
+            clock.spend(PROGRAM_SECONDS_A_PIVOT * size * result.solve_stats.simplex_iterations)
+            clock.is_ended_by_clock |= result.termination.limit == solvers.Limit.TIME
             if result.termination.reason in empty:
                 return None, -np.inf if self.tightened else np.inf
             bound = result.termination.objective_bounds.dual_bound

@@ -35,7 +35,9 @@ def below(oracle: Oracle, bound: float, grown: list[FloatArray], threshold: floa
     alive = [bound + values < threshold for values in grown]
     if not all(mask.any() for mask in alive):
         return None
-    smaller = presolve(restrict(oracle.graph, alive))
+    left = restrict(oracle.graph, alive)
+    oracle.clock.presolve(left)
+    smaller = presolve(left)
     return None if isinstance(smaller, Domains) else smaller
 
 

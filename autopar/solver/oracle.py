@@ -17,7 +17,15 @@ from autopar.solver.graph import Graph
 from autopar.solver.improve import descend, round_consistently
 from autopar.solver.memory import Memory
 from autopar.solver.messages import Messages
+from autopar.solver.methods import THRESHOLDS
 from autopar.solver.problem import Edge, FloatArray, IntArray
+from autopar.solver.work import (
+    LASTING_SECONDS_A_CELL,
+    PASS_SECONDS_A_CELL,
+    PASS_SECONDS_AN_EDGE,
+    SECONDS_A_STEP,
+    Work,
+)
 
 if TYPE_CHECKING:
     from autopar.solver.compiled_messages import CompiledMessages
@@ -39,6 +47,8 @@ QUICK = (2, 8)
 THOROUGH = (8, 60)
 """Local search: give up after so many forest moves without gain, and after so many in all. On the whole of a graph a
 move takes half as long as a sweep."""
+MOVE_PASSES = 0.5
+"""What a forest move takes, in passes."""
 WORTH = 1.5
 """Forest moves are tried on what is no farther from the bound than so many times the best choice."""
 
@@ -86,8 +96,15 @@ class Oracle:
     `compiled`: the messages, where they are passed by compiled loops. `passes`: how often they were, there and back.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, buckets: Buckets | None = None, compiles: bool = False) -> None:
-        self.graph, self.plan, self.buckets = graph, plan, buckets
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        buckets: Buckets | None = None,
+        compiles: bool = False,
+        clock: Work | None = None,
+    ) -> None:
+        self.graph, self.plan, self.buckets, self.clock = graph, plan, buckets, clock or Work()
         self.memory = Memory(graph.usages, graph.num_choices, graph.num_points)
         self.evaluator = Evaluator(graph)
         self.flat = self.evaluator.flat_costs
@@ -101,6 +118,10 @@ class Oracle:
             self.compiled.set_costs(self.state.costs, edges, self.evaluator.cells if plan.whole else None)
         self.prices: FloatArray | None = None
         self.passes = 0
+        cells = len(self.evaluator.cells) if plan.whole else sum(edge.costs.size for edge in edges)
+        edge_s = 0.0 if compiles else PASS_SECONDS_AN_EDGE
+        self.pass_s = PASS_SECONDS_A_CELL * max(1, cells) + edge_s * len(edges)
+        self.lasting_s = max(self.pass_s, LASTING_SECONDS_A_CELL * max(1, cells))
         position = self.messages.position
         self.network = Network(
             len(plan.core), [Edge(position[e.u], position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
@@ -115,6 +136,7 @@ class Oracle:
         if self.plan.whole and self.compiled is not None:
             self.compiled.set_flat_costs(flat)
             return
+        self.clock.spend(SECONDS_A_STEP * len(self.plan.steps))
         costs = np.split(flat, self.memory.offsets[1:-1]) if len(self.graph.costs) else []
         self.state = self.plan.run(list(costs))
         self.messages.set_costs(self.state.costs, self.plan.core_problem(self.state))
@@ -155,10 +177,11 @@ class Oracle:
         for sweep in range(max_sweeps):
             bounds.append(max(self.messages.step(), bounds[-1] if bounds else -np.inf))
             self.passes += 1
+            self.clock.spend(self.lasting_s if lasting else self.pass_s)
             is_late = late()
             bound = bounds[-1] + self.state.constant
             for forward in self._rounds(sweep, is_late, lasting) if searches else ():
-                known = min(known, self._try(offer, known, bound, forward=forward))
+                known = min(known, self._try(offer, known, bound, forward=forward, free=lasting))
             missing = known - bound
             if missing <= tolerance(known) or is_late:
                 break
@@ -174,7 +197,7 @@ class Oracle:
                 break
         self.messages.back_to_best()
         if searches and known - bounds[-1] - self.state.constant > tolerance(known) and not late():
-            self._try(offer, np.inf, 0.0, thorough=True)
+            self._try(offer, np.inf, 0.0, thorough=True, free=lasting)
         return bounds[-1] + self.state.constant
 
     def _rounds(self, sweep: int, is_late: bool, lasting: bool) -> tuple[bool, ...]:
@@ -188,6 +211,7 @@ class Oracle:
         return (*((False,) if backward else ()), *((True,) if forward else ()))
 
     def _eliminate(self, buckets: Buckets, offer: Callable[[IntArray], float]) -> float:
+        self.clock.spend(buckets.cells / THRESHOLDS.cells_a_second)
         filled = buckets.run(self.messages.costs, self.messages.matrices)
         if filled.least < np.inf:
             offer(self.complete(buckets.decode(filled)))
@@ -207,8 +231,9 @@ class Oracle:
         *,
         forward: bool = True,
         thorough: bool = False,
+        free: bool = False,
     ) -> float:
-        """Offer what messages round to, improved; returns its priced cost."""
+        """Offer what messages round to, improved; returns its priced cost. free: it is in the price of passes."""
         rounded = self.messages.round(forward)
         if rounded is None and self.compiled is not None:
             rounded = self.compiled.round_consistently()
@@ -219,6 +244,8 @@ class Oracle:
         worth = bound + WORTH * (known - bound) - self.state.constant if known < np.inf else np.inf
         efforts = (BRIEF, QUICK) if self.plan.whole else (QUICK, THOROUGH)
         patience, most = efforts[1 if thorough else 0]
+        if not free:
+            self.clock.spend(self.pass_s * (1 + MOVE_PASSES * (patience + 1)))
         if self.compiled is not None:
             return offer(self.complete(self.compiled.descend(rounded, patience, most, worth)))
         return offer(self.complete(descend(self.messages, rounded, patience, most, worth)))

@@ -33,6 +33,7 @@ def bounded(graph: Graph, parent: Part, search: Search, number: int, max_rounds:
     """The part of the parent that is `graph`, with its own prices and bound, none lower than its parent's; None where
     nothing in it is better than what is known.
     """
+    search.clock.presolve(graph)
     smaller = presolve(graph)
     settled = smaller if isinstance(smaller, Domains) else settle(smaller)
     if isinstance(settled, Domains):
@@ -42,7 +43,8 @@ def bounded(graph: Graph, parent: Part, search: Search, number: int, max_rounds:
     own.cost, own.choice = search.cost, search.choice
     own.seen = {column.choice for column in inside}
     method = method_for(settled.size, "part", priced=bool(settled.graph.num_points))
-    oracle = Oracle(settled.graph, settled.working_plan(method), compiles=method.compiles(anytime=False))
+    plan = settled.working_plan(method)
+    oracle = Oracle(settled.graph, plan, compiles=method.compiles(anytime=False), clock=search.clock)
     prices = ascend(oracle, own, parent.prices, max_rounds=max_rounds)
     for column in own.columns:
         if column.cost < search.cost:

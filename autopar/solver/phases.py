@@ -64,7 +64,8 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
             _load_loops(search)
         # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
         tables = settled.buckets if method is Method.TABLES else None
-        oracle = Oracle(settled.graph, settled.working_plan(method), tables, compiles=method.compiles(search.anytime))
+        plan, compiles = settled.working_plan(method), method.compiles(search.anytime)
+        oracle = Oracle(settled.graph, plan, tables, compiles, search.clock)
         lasting = method is Method.LOOPS and not priced and is_quick(settled.size)
         untangles = repeat == 0 and tables is None and settled.may_untangle
         if method is Method.LARGE:
@@ -146,7 +147,7 @@ def _eliminate_all(settled: Settled, oracle: Oracle, search: Search) -> None:
     free = untangle(settled, SHARE_OF_TIME * search.seconds_left)
     if free is None:
         return
-    exact = Oracle(free.graph, free.plan, free.buckets)
+    exact = Oracle(free.graph, free.plan, free.buckets, clock=search.clock)
 
     def offer(choice: IntArray) -> float:
         here = oracle.graph.choice_here(free.graph.original_choice(choice))

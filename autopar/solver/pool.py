@@ -29,7 +29,9 @@ def combine(
     for choice in choices:
         for mask, i in zip(alive, choice.tolist(), strict=True):
             mask[i] = True
-    small = presolve(restrict(graph, alive))
+    few = restrict(graph, alive)
+    search.clock.presolve(few)
+    small = presolve(few)
     if not isinstance(small, Domains) and num_pairs(small) <= most_pairs:
         run_program(small, search, prices, seconds)
 
@@ -47,7 +49,8 @@ def run_program(graph: Graph, search: Search, prices: FloatArray, seconds: float
         reference = max((float(c.max()) for c in graph.costs), default=0.0) or 1.0
     dearest = np.argsort(-prices, kind="stable")[:MOST_POINTS]
     points = [int(t) for t in dearest if prices[t] > 0]
-    exact = solve_exactly(graph, search.target, points, search.gap, reference, search.time_for(seconds))
+    left = search.time_for(seconds)
+    exact = solve_exactly(graph, search.target, points, search.gap, reference, left, search.clock)
     if exact.choice is not None:
         memory = Memory(graph.usages, graph.num_choices, graph.num_points)
         search.offer(column_of(graph, Evaluator(graph), memory, exact.choice))

@@ -21,6 +21,7 @@ from autopar.solver.oracle import LASTING_SWEEPS, Oracle
 from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.programs import mathopt
 from autopar.solver.search import Search, column_of
+from autopar.solver.work import MASTER_SECONDS, MASTER_SECONDS_A_COEFFICIENT
 
 MAX_ROUNDS = 60
 MAX_STALLED = 5
@@ -28,8 +29,6 @@ FIRST_SWEEPS = 60
 NEXT_SWEEPS = 12
 DAMPING = 0.35
 ROWS_AT_ONCE = 4
-PASS_SECONDS_A_CELL = 8e-9
-"""Of the costs of edges: some twice what a pass there and back took (3.6e-9 s, on cores that others used, too)."""
 FIRST_CAP = 4.0
 """Times the price at which what is above the limit costs as much as everything else."""
 CAP_GROWTH = 10.0
@@ -49,6 +48,7 @@ class Master:
     def solve(self) -> tuple[float, FloatArray, float] | None:
         """(value, prices [num points], bytes by which no mixture of columns fits); None where the LP solver gave up."""
         columns, limit = self.search.columns, self.search.target.limit
+        self.search.clock.spend(MASTER_SECONDS + MASTER_SECONDS_A_COEFFICIENT * len(columns) * len(self.active))
         profiles = np.array([c.profile for c in columns])
         bytes_unit = max(limit, float(profiles.max()), 1.0)
         cost_unit = max(abs(c.cost) for c in columns) or self.cap * bytes_unit
@@ -178,18 +178,15 @@ def ascend(
 
 
 def _pass_lastingly(oracle: Oracle, search: Search, prices: FloatArray, effort: int) -> FloatArray:
-    """Pass messages until they have settled. Where the search was given seconds of CPU time, so many passes as these
-    are worth, whatever they take: how far they come is not to depend on what else a machine does. What follows has the
-    rest.
+    """Pass messages until they have settled, or as often as what is left is worth where seconds are counted: not once
+    less for what they find. What follows has the rest.
     """
-    if search.given_s is None:
+    if not search.clock.counts:
         return _query(oracle, search, prices, LASTING_SWEEPS, effort, lasting=True)[1]
-    pass_s = PASS_SECONDS_A_CELL * max(1, len(oracle.evaluator.cells))
-    sweeps = max(1, min(LASTING_SWEEPS, int(search.given_s / pass_s)))
-    before, search.deadline = oracle.passes, np.inf
+    sweeps = max(1, min(LASTING_SWEEPS, int(search.seconds_left / oracle.lasting_s)))
+    deadline, search.deadline = search.deadline, np.inf
     found = _query(oracle, search, prices, sweeps, effort, lasting=True)[1]
-    search.given_s = max(0.0, search.given_s - (oracle.passes - before) * pass_s)
-    search.deadline = search.clock() + search.given_s
+    search.deadline = deadline
     return found
 
 

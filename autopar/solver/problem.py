@@ -136,8 +136,9 @@ class Solution:
     "feasible".
     `bound` is a proven lower bound on the cost of every choice that fits (np.inf: there is none); `gap` is
     (cost - bound) / |cost|. `memory_price` is the Lagrange price of the limit in seconds a byte, summed over time: what
-    one more byte would save, to first order; 0 where the limit is slack. `seconds` is wall clock time. `excluded`:
-    there is no choice, whatever the limit: what edges and nodes allow does not go together.
+    one more byte would save, to first order; 0 where the limit is slack. `seconds` is CPU time, or wall
+    clock time where that limits the search. `excluded`: there is no choice, whatever the limit: what edges and nodes
+    allow does not go together. `is_ended_by_clock`: another machine, or a busier one, may find another choice.
     """
 
     choice: tuple[int, ...]
@@ -150,6 +151,7 @@ class Solution:
     seconds: float
     conflict: Conflict | None = None
     excluded: bool = False
+    is_ended_by_clock: bool = False
 
 
 def relative_gap(cost: float, bound: float) -> float:

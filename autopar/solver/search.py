@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from autopar.solver.memory import Memory
 from autopar.solver.methods import Sought
 from autopar.solver.oracle import Evaluator
 from autopar.solver.problem import USAGE_TOLERANCE, FloatArray, IntArray, relative_gap
+from autopar.solver.work import Work
 
 MAX_COLUMNS = 400
 SETTLED_GAP = 5e-3
@@ -64,8 +64,7 @@ class Search:
 
     `proof_gap`: the gap that will do, once good choices are known and only integer programs can prove more. `floor`:
     choices that cost less than this were never discarded. The search is closed, too, once it has a choice no
-    dearer than `good_enough`, or a bound above `hopeless`. `given_s`: the seconds it may take, where passes over wide
-    graphs are counted against them (`prices`); None: the clock alone ends it.
+    dearer than `good_enough`, or a bound above `hopeless`. `deadline`: by its clock, which counts work (`work`).
     """
 
     target: Target
@@ -73,10 +72,9 @@ class Search:
     deadline: float
     proof_gap: float = 0.0
     progress: Progress | None = None
-    clock: Callable[[], float] = time.process_time
+    clock: Work = field(default_factory=Work)
     anytime: bool = False
     threads: int = 1
-    given_s: float | None = None
     cost: float = np.inf
     choice: tuple[int, ...] | None = None
     bound: float = -np.inf

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from autopar.solver.problem import (
     relative_gap,
 )
 from autopar.solver.search import Column, Progress, Search, Target
+from autopar.solver.work import Work
 
 MOST_THREADS = 8
 SMALLEST_GAP = 1e-7
@@ -67,18 +68,19 @@ def solve(
     anytime: bool = False,
     wall_clock: bool = False,
 ) -> Solution:
-    """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a
-    busy machine is not to change the answer; passes over wide graphs are counted instead, as a busy processor is slower
-    by CPU time, too). Where the gap is `proof_gap` or less, no integer program is asked to
-    prove a smaller one.
+    """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s`: seconds
+    of work that is counted (`work.py`), not timed, as a busy machine is not to change the answer. Where the gap is
+    `proof_gap` or less, no integer program is asked to prove a smaller one.
 
     `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
-    anytime: what time is left once nothing more can be proven goes into better choices. wall_clock: the time limit is
-    in seconds of wall clock, and all cores are used. With either, the answer depends on the machine.
-    `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic unless the time runs out.
+    anytime: what time is left once nothing more can be proven goes into better choices; of CPU time. wall_clock: the
+    time limit is in seconds of wall clock, and all cores are used. With either, the answer depends on the machine.
+    `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic, unless
+    `Solution.is_ended_by_clock`.
     "infeasible" is only said with a proof; "unknown" otherwise. explain: work out what makes a problem infeasible.
     """
-    clock = time.perf_counter if wall_clock else time.process_time
+    clock = Work(time.perf_counter if wall_clock else time.process_time if anytime else None)
+    begun = time.process_time()
     if is_long(len(problem.edges)):
         from autopar.solver import compiled_presolve  # it loads numba
 
@@ -88,7 +90,6 @@ def solve(
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
     target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
     search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress, clock, anytime)
-    search.given_s = None if wall_clock or anytime else time_limit_s
     search.threads = min(os.cpu_count() or 1, MOST_THREADS) if wall_clock else 1
     full = from_problem(problem, usages, num_points)
     _offer_starts(problem, full, search, warm_starts)
@@ -102,13 +103,14 @@ def solve(
         minimise(graph, search, np.zeros(num_points), lambda: _find_fitting(problem, full, search))
     if explain and search.choice is None and search.bound == np.inf:
         conflict = _conflict(problem, search.deadline, clock)
-    return _solution(problem, search, conflict, excluded, clock() - start)
+    seconds = clock() - start if wall_clock else time.process_time() - begun
+    found = _solution(problem, search, conflict, excluded, seconds)
+    return replace(found, is_ended_by_clock=clock.is_ended_by_clock)
 
 
 def minimum_peak(problem: AssignmentProblem, *, gap: float = 1e-3, time_limit_s: float = 60.0) -> PeakResult:
     """The smallest usage limit under which there is a choice (to a relative `gap`), whatever it costs."""
-    clock = time.process_time
-    search = _search_peak(problem, max(gap, SMALLEST_GAP), clock() + time_limit_s, clock)
+    search = _search_peak(problem, max(gap, SMALLEST_GAP), time_limit_s, Work())
     if search.choice is None:
         conflict = _forbidden_conflict(problem) if search.bound == np.inf else None
         return PeakResult(np.inf, (), search.bound, conflict)
@@ -154,7 +156,7 @@ def _search_peak(
     problem: AssignmentProblem,
     gap: float,
     deadline: float,
-    clock: Callable[[], float],
+    clock: Work,
     progress: Progress | None = None,
     decide: float | None = None,
 ) -> Search:
@@ -199,7 +201,7 @@ def _find_fitting(problem: AssignmentProblem, full: Graph, search: Search) -> No
         search.offer(Column(problem.evaluate(peak.choice), profile, peak.choice))
 
 
-def _conflict(problem: AssignmentProblem, deadline: float, clock: Callable[[], float]) -> Conflict:
+def _conflict(problem: AssignmentProblem, deadline: float, clock: Work) -> Conflict:
     """Say what makes a problem infeasible that was proven to be so."""
     if problem.usage_limit is None:
         return _forbidden_conflict(problem)

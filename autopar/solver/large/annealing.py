@@ -19,6 +19,7 @@ import numpy as np
 from autopar.solver.compiled import Flat, compiled, flatten
 from autopar.solver.graph import Graph
 from autopar.solver.problem import FloatArray, IntArray
+from autopar.solver.work import Work
 
 LONGEST_CASCADE = 200
 MOST_SECONDS = 0.1
@@ -35,6 +36,8 @@ PRICE_SCALES = (1.0, 0.0, 0.5)
 COOLING = 1e-4
 """The last temperature of a round, relative to its first."""
 SAMPLES = 20_000
+MOVES_A_SECOND = 50_000.0
+"""Of wall clock, at first; of work that is counted."""
 EAGER = 8
 """Every so many-th cascade takes along neighbours that gain, too."""
 
@@ -351,7 +354,7 @@ class Annealer:
         )  # fmt: skip
         self.free = np.flatnonzero(np.diff(flat.base) > 1).astype(np.int64)
         self.number = 0
-        self.rate = 50_000.0
+        self.rate = MOVES_A_SECOND
 
     def uphill(self, choice: IntArray, prices: FloatArray, over_price: float) -> FloatArray:
         """How much allowed cascades from `choice` cost, of those that cost something."""
@@ -361,22 +364,27 @@ class Annealer:
         return out[out > 0]
 
     def round(
-        self, choice: IntArray, cost: float, prices: FloatArray, hot: float, over_price: float, seconds: float
-    ) -> tuple[IntArray, float]:
-        """Cool down from `hot` in so many seconds; the best choice that fits on the way, and its cost."""
-        best, begun = choice.copy(), time.perf_counter()
+        self, choice: IntArray, cost: float, prices: FloatArray, hot: float, over_price: float, seconds: float,
+        counts: bool = False,
+    ) -> tuple[IntArray, float]:  # fmt: skip
+        """Cool down from `hot` in so many seconds; the best choice that fits on the way, and its cost. counts: seconds
+        are so many moves.
+        """
+        best, begun, moved = choice.copy(), time.perf_counter(), 0
         nothing = np.zeros(0)
         energy = self.start(choice, prices)
         priced = float(prices[self.land.flat.base[:-1] + choice].sum())
         numbers = np.array([energy, energy - priced, min(cost, 0.5 * self.land.forbidden)])
         while True:
             now = time.perf_counter()
-            share = (now - begun) / seconds
+            share = moved / (MOVES_A_SECOND * seconds) if counts else (now - begun) / seconds
             if share >= 1:
                 return best, float(numbers[2]) if numbers[2] < 0.5 * self.land.forbidden else np.inf
-            moves = max(100, int(self.rate * min(MOST_SECONDS, 1.1 * (seconds - (now - begun)))))
+            moves = max(100, int(self.rate * min(MOST_SECONDS, 1.1 * (1 - share) * seconds)))
             self.run(numbers, best, prices, moves, hot * COOLING**share, over_price, nothing)
-            self.rate = moves / max(time.perf_counter() - now, 1e-6)
+            moved += moves
+            if not counts:
+                self.rate = moves / max(time.perf_counter() - now, 1e-6)
 
     def start(self, choice: IntArray, prices: FloatArray) -> float:
         self.state.choice[:] = choice
@@ -395,22 +403,24 @@ class Annealer:
 
 def anneal(
     land: Landscape, choice: IntArray, cost: float, prices: FloatArray, total_price: float, seconds: float,
-    offer: Callable[[IntArray, float], None], *, threads: int = 1,
+    offer: Callable[[IntArray, float], None], clock: Work | None = None, *, threads: int = 1,
     seed: int = 0,
 ) -> IntArray:  # fmt: skip
-    """Search from `choice` (which fits, at `cost`) for so many seconds of wall clock; `offer` is told what each round
-    comes to that fits.
+    """Search from `choice` (which fits, at `cost`) for so many seconds, of wall clock or, where these are counted, of
+    moves; `offer` is told what each round comes to that fits.
 
     prices: what the memory prices charge each choice (flat); total_price: their sum, per byte of the limit.
     """
     if not len(np.flatnonzero(np.diff(land.flat.base) > 1)):
         return choice
-    end = time.perf_counter() + seconds
+    counted = clock if clock is not None and clock.counts else None
+    now = time.perf_counter if counted is None else counted
+    end = now() + seconds
     over_price = OVER_PRICE * total_price or land.forbidden / max(land.limit, 1.0)
     annealers = [Annealer(land, seed + thread) for thread in range(threads)]
     turn = seed
     with ThreadPoolExecutor(threads) as pool:
-        while (left := end - time.perf_counter()) > 0.01 * seconds and left > 0.05:
+        while (left := end - now()) > 0.01 * seconds and left > 0.05:
             charged = prices * PRICE_SCALES[turn % len(PRICE_SCALES)]
             uphill = annealers[0].uphill(choice, charged, over_price)
             if not len(uphill):
@@ -420,8 +430,12 @@ def anneal(
             for number, annealer in enumerate(annealers):
                 quantile = HOT_QUANTILES[(turn + number) % len(HOT_QUANTILES)]
                 hot = float(np.quantile(uphill, quantile))
-                futures.append(pool.submit(annealer.round, choice, cost, charged, hot, over_price, length))
+                futures.append(
+                    pool.submit(annealer.round, choice, cost, charged, hot, over_price, length, counted is not None)
+                )
             turn += 1
+            if counted is not None:
+                counted.spend(length)
             for found, value in sorted((future.result() for future in futures), key=lambda each: -each[1]):
                 if value < np.inf:
                     offer(found, value)

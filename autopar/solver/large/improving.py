@@ -78,7 +78,7 @@ def _annealed(
     found: list[IntArray] = []
     anneal(
         land, choice, cost, charged, float(prices.sum()), seconds, lambda choice, _: found.append(choice),
-        threads=threads, seed=seed,
+        search.clock, threads=threads, seed=seed,
     )  # fmt: skip
     return found
 
@@ -96,8 +96,9 @@ def _solve_neighbourhoods(
             continue
         begun = search.clock()
         exact = solve_exactly(
-            small, search.target, [], search.gap, search.cost, search.time_for(min(LONGEST_PROGRAM, max(left(), 0.1)))
-        )
+            small, search.target, [], search.gap, search.cost,
+            search.time_for(min(LONGEST_PROGRAM, max(left(), 0.1))), search.clock,
+        )  # fmt: skip
         neighbourhoods.took(search.clock() - begun)
         if exact.choice is not None:
             choice = graph.choice_here(small.original_choice(exact.choice))

@@ -58,6 +58,7 @@ def ascend_by_volume(
 
     def query(at: FloatArray, sweeps: int) -> tuple[float, IntArray]:
         oracle.set_prices(at)
+        oracle.clock.spend(oracle.pass_s * sweeps)
         bound = max(max(messages.sweep(True), messages.sweep(False)) for _ in range(sweeps))
         paid = float(at.sum()) * limit if len(at) else 0.0
         return bound - paid, messages.relaxed_round()

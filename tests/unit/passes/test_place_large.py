@@ -1,12 +1,17 @@
 """`place` goes the way of graphs of thousands of edges where the table of the solver says so, within its seconds."""
 
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from autopar.passes import place as placing
 from autopar.passes.place import place
 from autopar.solver import methods, phases
 from autopar.solver.methods import Method, Size, Sought, method_for
+from autopar.solver.problem import Solution
+from autopar.solver.solve import solve
 from autopar.strategies.names import resolve
 from tests.unit.passes import small
 from tests.unit.solver.instances import thresholds
@@ -31,6 +36,18 @@ def test_a_placement_reaches_what_serves_large_graphs(case: small.Case, share: f
     assert Method.LARGE in methods_seen
     assert large.cost_s <= exact.cost_s * 1.01
     assert limit is None or large.peak_bytes <= limit * (1 + 1e-9)
+
+
+def test_a_search_that_the_clock_ended_says_so(case: small.Case) -> None:
+    """Breaks if nobody is told that another run may plan otherwise."""
+
+    def ended(*given: Any, **named: Any) -> Solution:
+        return replace(solve(*given, **named), is_ended_by_clock=True)
+
+    strategies = resolve("ddp", small.MESH)
+    assert placing.BY_CLOCK not in place(case.programs["annotate"], strategies=strategies).notes
+    with patch.object(placing, "solve", ended):
+        assert placing.BY_CLOCK in place(case.programs["annotate"], strategies=strategies).notes
 
 
 @pytest.mark.parametrize(

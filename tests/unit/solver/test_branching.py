@@ -1,6 +1,5 @@
 """Prices sought among few choices, branch and bound, dives, answers made of several: against brute force."""
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +34,7 @@ def begun(problem: AssignmentProblem, whole: bool = False) -> tuple[Oracle, Sear
     settled = graph if isinstance(graph, Domains) else settling.settle(graph)
     if isinstance(settled, Domains):
         return None
-    search = Search(Target(problem.usage_limit), 1e-7, time.process_time() + 60.0)
+    search = Search(Target(problem.usage_limit), 1e-7, 60.0)
     plan = Plan(settled.graph, eliminates=False) if whole else settled.plan
     return Oracle(settled.graph, plan, compiles=whole), search
 
@@ -156,7 +155,7 @@ def test_choices_that_do_not_fit_are_combined_into_one_that_does() -> None:
     problem = AssignmentProblem(nodes, usage_limit=9.0)
     usages, num_points = binding_points([node.usages for node in nodes])
     graph = from_problem(problem, usages, num_points)
-    search = Search(Target(9.0), 1e-7, time.process_time() + 60.0)
+    search = Search(Target(9.0), 1e-7, 60.0)
     choices = [np.array([0, 0, 0]), np.array([1, 1, 1])]
     combine(graph, choices, search, np.zeros(num_points), 10.0, 1000)
     assert search.choice == (1, 0, 0)

@@ -1,13 +1,14 @@
 """The parts that a wrong answer would come from: bounds, reduced costs, timelines, consistency, blending."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import AssignmentProblem, Edge, Node, Usage, solve
+from autopar.solver import AssignmentProblem, Edge, Node, Usage, exact, solve
 from autopar.solver.consistency import Domains, explain, propagate
 from autopar.solver.crossover import blend
 from autopar.solver.exact import solve_exactly
@@ -19,6 +20,7 @@ from autopar.solver.presolve import presolve
 from autopar.solver.problem import FloatArray
 from autopar.solver.search import Target
 from autopar.solver.settle import settle
+from autopar.solver.work import Work
 from tests.unit.solver.instances import brute_force, dense_problems, layered, random_problem
 
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
@@ -135,12 +137,23 @@ def test_pipeline_and_integer_program_agree(seed: int) -> None:
     usages, num_points = binding_points([node.usages for node in problem.nodes])
     graph = presolve(from_problem(problem, usages, num_points))
     assert not isinstance(graph, Domains) and problem.usage_limit is not None
-    exact = solve_exactly(graph, Target(problem.usage_limit), [], 1e-6, free.cost, lambda: np.inf)
-    if exact.choice is None:
+    found = solve_exactly(graph, Target(problem.usage_limit), [], 1e-6, free.cost, lambda: np.inf, Work())
+    if found.choice is None:
         assert solution.status == "infeasible"
     else:
         assert solution.status == "optimal"
-        assert solution.cost == pytest.approx(Evaluator(graph).cost(exact.choice), rel=3e-6)
+        assert solution.cost == pytest.approx(Evaluator(graph).cost(found.choice), rel=3e-6)
+
+
+def test_a_program_that_the_clock_ends_says_so() -> None:
+    """Breaks if what depends on the machine after all is not told from what does not."""
+    graph = from_problem(layered(0, num_nodes=24, num_choices=6, skips=0.9), [() for _ in range(24)], 0)
+    for net, is_ended in ((10.0, False), (1e-12, True)):
+        clock = Work()
+        with patch.object(exact, "NET", net):
+            found = solve_exactly(graph, Target(np.inf), [], 1e-6, 1.0, lambda: 60.0, clock)
+        assert (clock.is_ended_by_clock, found.choice is None) == (is_ended, is_ended)
+        assert clock() > 0
 
 
 def test_blend_switches_whole_components() -> None:

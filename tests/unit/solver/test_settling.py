@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from autopar.solver import AssignmentProblem, Edge, Node, oracle, phases, pool, prices, solve
+from autopar.solver import AssignmentProblem, Edge, Node, oracle, phases, pool, prices, solve, work
 from autopar.solver.compiled_messages import CompiledMessages, load
 from autopar.solver.graph import Graph
 from autopar.solver.oracle import Oracle
@@ -117,15 +118,33 @@ def test_how_far_messages_come_does_not_depend_on_the_machine() -> None:
     assert (busy.choice, busy.cost, busy.bound) == (quiet.choice, quiet.cost, quiet.bound)
 
 
+@pytest.mark.moderate
+def test_what_ends_a_search_does_not_depend_on_the_machine() -> None:
+    """Breaks if prices, pools, branches or programs end with the clock. Each look at a clock takes ten minutes; what is
+    given is little enough to end the search.
+    """
+    problem, hours, found = layered(3, num_nodes=60, num_choices=6, skips=0.9), itertools.count(step=600.0), []
+    peak = problem.peak(solve(problem).choice)[1]
+    tight = replace(problem, usage_limit=0.8 * peak)
+    for given_s in (0.02, 0.2, 20.0):
+        quiet = solve(tight, time_limit_s=given_s)
+        with patch("time.process_time", lambda: next(hours)), patch("time.perf_counter", lambda: next(hours)):
+            busy = solve(tight, time_limit_s=given_s)
+        assert (busy.choice, busy.cost, busy.bound) == (quiet.choice, quiet.cost, quiet.bound)
+        assert not busy.is_ended_by_clock
+        found.append(quiet)
+    assert found[0].gap > found[2].gap
+
+
 def test_passes_are_as_many_as_the_time_is_worth() -> None:
     """Breaks if passes that are counted never end, or leave all of the time to what follows."""
     problem = layered(2, num_nodes=200, num_choices=10, skips=0.9)
-    given_s = prices.PASS_SECONDS_A_CELL * sum(edge.costs.size for edge in problem.edges)
-    told: list[tuple[int, float, float | None]] = []
+    given_s = work.LASTING_SECONDS_A_CELL * sum(edge.costs.size for edge in problem.edges)
+    told: list[tuple[int, float, float]] = []
 
     def noted(asked: Oracle, search: Search, *given: Any, **named: Any) -> Any:
         found = prices.ascend(asked, search, *given, **named)
-        told.append((asked.passes, prices.PASS_SECONDS_A_CELL * len(asked.evaluator.cells), search.given_s))
+        told.append((asked.passes, asked.lasting_s, search.seconds_left))
         return found
 
     with loops(), patch.object(phases, "ascend", noted):
