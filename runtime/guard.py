@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 from weakref import ref
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -46,8 +47,10 @@ def guard_optimizers() -> None:
     """Registered once: before a step, an optimizer is asked for parameters that it cannot train; where it can, and
     treats each element by itself, it steps on local tensors.
     """
-    register_optimizer_step_pre_hook(_guard)
-    register_optimizer_step_post_hook(_stepped)
+    before: Any = torch.compiler.disable(_guard)  # of torch.compile around optimizer.step()
+    after: Any = torch.compiler.disable(_stepped)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

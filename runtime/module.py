@@ -40,6 +40,7 @@ from autopar.runtime.own_caches import of_generate
 from autopar.runtime.replaced import replace_parameters
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.serving.serve import Asked, Serving, serve
+from autopar.runtime.step import StepNode
 from autopar.runtime.uncompiled import beside, reduced, uncompiled
 from autopar.runtime.writes import take_writes
 
@@ -396,7 +397,7 @@ def take_over(
     read_reduced_numbers()
     take_arrays()
     take_writes()
-    leave_to_eager(SeenWhole, Term)
+    leave_to_eager(SeenWhole, Term, backward_of=StepNode)
     replace_parameters(model, device_mesh)
     original: Any = type(model)
     model.__class__ = _compiled_class(original)

@@ -285,7 +285,7 @@ def run_step(step: Step, parameters: Sequence[Tensor], buffers: Tensors) -> tupl
     updates: Tensors = {}
     wanted = wanted_of(step.batch.interface, step.batch.inputs)
     if torch.is_grad_enabled() and (wanted or any(parameter.requires_grad for parameter in parameters)):
-        outputs: Sequence[Tensor] = _Node.apply(step, buffers, updates, len(parameters), *parameters, *wanted)
+        outputs: Sequence[Tensor] = StepNode.apply(step, buffers, updates, len(parameters), *parameters, *wanted)
     else:
         with torch.no_grad():
             done = step.forward(state_of(step.batch.interface, parameters, buffers))
@@ -319,7 +319,7 @@ def _mesh_of(parameters: Sequence[Tensor]) -> Any:
     return first.device_mesh
 
 
-class _Node(torch.autograd.Function):
+class StepNode(torch.autograd.Function):
     """Inputs: the DTensor parameters, as many as `count`, then the inputs that require a gradient. Outputs: this rank's
     outputs. Both passes are the generated program's.
     """

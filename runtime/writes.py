@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import (
     default_timeout_s,
-    handle_out,
+    handle,
     is_pointwise,
     local_tensor,
     same_group,
@@ -111,7 +111,8 @@ def take_writes() -> None:
     kind.detach = _carrying(Tensor.detach)
     kind.full_tensor = _in_order(DTensor.full_tensor)
     for operator in (torch.ops.aten.eye.out, torch.ops.aten.eye.m_out):
-        handle_out(operator, _write_out)
+        handle(operator, _write_out)
+    handle(torch.ops.aten._is_any_true.default, _is_any_true)
 
 
 def _set_data(self: DTensor, value: Any) -> None:
@@ -206,6 +207,11 @@ def _write_out(operator: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.pop("out")
     _write_whole(out, lambda x: operator(*args, **kwargs, out=x))
     return out
+
+
+def _is_any_true(operator: Any, args: Any, kwargs: Any) -> Any:
+    """What `torch.autograd.set_detect_anomaly` asks of each gradient. Collective: every rank raises, or none."""
+    return args[0].any().full_tensor()
 
 
 def _write_whole(x: DTensor, act: Callable[[Tensor], object]) -> None:

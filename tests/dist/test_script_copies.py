@@ -11,8 +11,8 @@ from tests.dist.launch import launch
 
 def test_copies_and_averages_are_as_in_one_process() -> None:
     """Breaks if a copy shares parameters, programs or plans with the model in a way that either notices, if averages
-    are a rank's own, if tied weights come apart, or torch.compile around it runs something else; if a copy that was
-    made before the first batch is stored otherwise than the model.
+    are a rank's own, if tied weights come apart, or torch.compile around it, or around the optimizer's step, runs
+    something else; if a copy that was made before the first batch is stored otherwise than the model.
     """
     expected = script_copies.averaged(lambda: training.model_and_batch("gpt2", torch.float64, 0.0))
     for at_once, later, wrapped, text, before in launch(script_copies.copied, 2, timeout_s=180.0):

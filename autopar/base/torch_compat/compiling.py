@@ -23,14 +23,18 @@ def within(run: Any) -> Any:
     return getattr(run, "_torchdynamo_orig_callable", run)
 
 
-def leave_to_eager(*kinds: type[Any]) -> None:
+def leave_to_eager(*kinds: type[Any], backward_of: type[Any]) -> None:
     """Have torch.compile run what meets a tensor of these classes as it is (runtime/module.py): their functions gather,
-    which its fake tensors cannot. Torch 2.11 to 2.13; without effect where it has no such setting.
+    which its fake tensors cannot. So too the backward of an `autograd.Function`: around `loss.backward()` torch breaks
+    its graph, and looks into what that calls. Torch 2.11 to 2.13; idempotent.
     """
+    import torch
     from torch._dynamo import config
 
     known: set[type[Any]] = getattr(config, "nontraceable_tensor_subclasses", set())
     known.update(kinds)
+    if not hasattr(backward_of.backward, "_torchdynamo_disable"):
+        backward_of.backward = staticmethod(torch.compiler.disable(backward_of.backward))
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:

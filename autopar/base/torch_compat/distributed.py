@@ -202,9 +202,9 @@ def is_pointwise(name: str) -> bool:
     return any(torch.Tag.pointwise in operator.tags for operator in operators)
 
 
-def handle_out(operator: Any, act: Callable[[Any, Any, Any], Any]) -> None:
-    """Have `act(operator, args, kwargs)` run where an operator is to write its result into a DTensor
-    (runtime/writes.py: DTensor's own way makes the piece as large as the whole).
+def handle(operator: Any, act: Callable[[Any, Any, Any], Any]) -> None:
+    """Have `act(operator, args, kwargs)` run in an operator's place where it meets a DTensor (runtime/writes.py: where
+    torch would make the piece that is written to as large as the whole, or has no way at all).
     """
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher._custom_op_handlers[operator] = act

@@ -314,6 +314,7 @@ def exclusive() -> Iterator[None]:
             setattr(proxy_tensor, name, _of_other_threads(made, nothing))
         stack.enter_context(without_warnings())
         stack.enter_context(saving_unseen())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which asks for values, and there are none
         stack.enter_context(_use_lazy_graph_module(True))
         yield
 

@@ -110,3 +110,24 @@ def test_second_derivatives_by_name_are_refused(mesh: DeviceMesh, of: str) -> No
     asked = {"inputs": x, "parameters": model.weight, "gradients": came}[of]
     with pytest.raises(autopar.AutoparError, match="differentiated again"):
         torch.autograd.grad(first.sum(), asked, allow_unused=True)
+
+
+def test_anomalies_are_looked_for(mesh: DeviceMesh) -> None:
+    """Breaks if a trace looks for NaNs among tensors without values, or a gradient in pieces cannot be asked."""
+    model: Any = autopar.compile(nn.Linear(4, 3), mesh)
+    with torch.autograd.set_detect_anomaly(True):
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            model(torch.full((2, 4), float("nan"))).sum().backward()
+    assert model.weight.grad.full_tensor().isfinite().all()
+
+
+def test_torch_compile_around_a_backward(mesh: DeviceMesh) -> None:
+    """Breaks if torch's compiler looks into a program's backward."""
+    model: Any = autopar.compile(nn.Linear(4, 3), mesh)
+
+    def gradients() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    torch.compile(gradients, backend="eager")()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((3, 4), 2.0))
