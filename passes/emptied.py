@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autopar.base.copies import copied, without_own_hooks
 from autopar.base.errors import AutoparError
@@ -30,6 +31,24 @@ def traced_copy(
 
 
 _VALUES = "_autopar_values"
+
+
+def _check_parts(model: nn.Module) -> None:
+    """Raises an AutoparError where a part of the model has no forward that can be traced, or a parameter no shape."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AutoparError(
+                f"{name or type(model).__name__} is compiled by torch.jit: its forward is no Python to trace, and "
+                "its parameters cannot be cut",
+                remedy="hand in the module before torch.jit.script or torch.jit.trace (functions that are scripted may "
+                "stay)",
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise AutoparError(
+                f"{name} has no shape yet: its layer is made at the first forward",
+                remedy="run the model once before (model(**batch), without gradients)",
+            )
 
 
 def has_values_of(clone: nn.Module, model: nn.Module) -> None:
@@ -54,6 +73,7 @@ def meta_clone(
     mode: whose fake tensors they are; None: they are on meta. instead: what the copy has in place of some modules;
     changed in place.
     """
+    _check_parts(model)
     left_out = {id(tensor) for module in instead or () for tensor in (*module.parameters(), *module.buffers())}
     memo = _Memo(left_out)
     memo.update((id(module), other) for module, other in (instead or {}).items())

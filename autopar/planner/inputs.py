@@ -60,6 +60,12 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         else:
             named[name] = value
     for path, leaf in tracing.tree_leaves_with_path(named):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise AutoparError(
+                f"{path} is a nested tensor, of whose rows a program knows no size",
+                remedy="hand it in padded, with a mask or lengths: torch.nested.to_padded_tensor(x, 0.0); a list of "
+                "tensors may stay one",
+            )
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise AutoparError(
                 f"{path} is of layout {str(leaf.layout).removeprefix('torch.')}, of which a program has no part",

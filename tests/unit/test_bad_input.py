@@ -137,8 +137,22 @@ def test_a_sparse_batch_and_a_wrapped_model() -> None:
     graph = torch.eye(4).to_sparse()
     message = error_of(autopar.plan, Weighted(4, 4), MESH, example_inputs=(torch.randn(4, 4), graph))
     assert message.startswith("weight_of_rows is of layout sparse_coo") and "self.graph = graph" in message
+    rows = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    message = error_of(autopar.plan, Weighted(4, 4), MESH, example_inputs=(rows,))
+    assert message.startswith("input is a nested tensor") and "torch.nested.to_padded_tensor" in message
     message = error_of(autopar.plan, nn.DataParallel(nn.Linear(4, 4)), MESH, example_inputs=(torch.randn(4, 4),))
     assert message.startswith("DataParallel.forward takes *inputs. compile what DataParallel wraps, model.module;")
+
+
+def test_parts_that_are_no_modules_yet_or_no_longer() -> None:
+    """Breaks if a scripted part, or a lazy one, ends in an error of torch's about dicts or shapes."""
+    x = torch.randn(4, 4)
+    scripted: Any = torch.jit.script(nn.Linear(4, 4))
+    message = error_of(autopar.plan, nn.Sequential(nn.ReLU(), scripted), MESH, example_inputs=(x,))
+    assert message.startswith("1 is compiled by torch.jit") and "before torch.jit.script" in message
+    for layer, name in ((nn.LazyLinear(4), "weight"), (nn.LazyBatchNorm1d(affine=False), "running_mean")):
+        message = error_of(autopar.plan, nn.Sequential(layer), MESH, example_inputs=(x,))
+        assert message.startswith(f"0.{name} has no shape yet") and "run the model once before" in message
 
 
 def test_a_batch_that_forward_does_not_take() -> None:
