@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autopar.base.errors import AutoparError
+from autopar.base.spoken import spoken
 from autopar.ir.nodes import drop_dead, map_nodes
 from autopar.ir.op_call import OpCall, op_call
 from autopar.ir.rule import Rule
@@ -116,7 +117,7 @@ class _Keeper:
 
     def _refused(self, what: str, remedy: str = "") -> AutoparError:
         return AutoparError(
-            what,
+            spoken(what),
             where=self.origins.get(self.node.name) or None,
             remedy=remedy
             or "work on all rows and mark those that count with a mask (torch.where), or choose them outside of "

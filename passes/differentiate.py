@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from autopar import operators
 from autopar.base.errors import AutoparError
+from autopar.base.spoken import spoken
 from autopar.base.torch_compat import tracing
 from autopar.ir.graphs import Recompute, _base_name, ancestors, is_view, parameter_only
 from autopar.ir.nodes import NAME, TERM, drop_dead
@@ -276,7 +277,7 @@ def _refuse_draws(graph: fx.Graph, region: Region) -> None:
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise AutoparError(
-                f"{node.target} draws random numbers that would differ from rank to rank",
+                f"{spoken(str(node.target))} draws random numbers that would differ from rank to rank",
                 where=node.meta.get(tracing.ORIGIN_KEY, "") or region.module,
                 remedy="draw with torch.rand or torch.randn and compute the rest, or pass the numbers in as an input",
             )

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar.base.errors import AutoparError
+from autopar.base.spoken import spoken
 from autopar.base.torch_compat import tracing as compat
 from autopar.ir.nodes import drop_dead, map_nodes
 
@@ -97,7 +98,8 @@ def _check_sizes(graph: fx.Graph, origins: Mapping[str, str]) -> None:
     for node in graph.nodes:
         if any(compat.is_unknown(value) for value in compat.tree_flatten(node.meta.get("val"))[0]):
             raise SizesByValues(
-                f"{node.target} makes a number, or a size, by the values of a tensor: one program cannot stand for it",
+                f"{spoken(str(node.target))} makes a number, or a size, by the values of a tensor: one program cannot "
+                "stand for it",
                 where=origins.get(node.name) or node.name,
                 remedy="keep the size and mark what counts with a mask (torch.where), or make the choice outside of "
                 "forward() and hand its result in",

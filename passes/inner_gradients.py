@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.base.errors import AutoparError
+from autopar.base.spoken import spoken
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.transforms import restored
 from autopar.ir.nodes import drop_dead, map_nodes, operand_of
@@ -139,13 +140,14 @@ class _Written:
         part = _between(self.graph, ends, starts)
         if drawn := next(filter(draws, part), None):
             raise AutoparError(
-                f"torch.autograd.grad of what draws random numbers ({drawn.target}) in forward()",
+                f"torch.autograd.grad of what draws random numbers ({spoken(str(drawn.target))}) in forward()",
                 where=self.line(drawn) or self.line(node) or None,
                 remedy="switch it off there, or draw outside of what is differentiated and multiply by it",
             )
         if self.exact and (norm := next((each for each in part if each.target in _BATCH_NORMS), None)):
             raise AutoparError(
-                f"torch has no third derivative of {norm.target}, which forward() takes with jvp, jacfwd or hessian",
+                f"torch has no third derivative of {spoken(str(norm.target))}, which forward() takes with jvp, jacfwd "
+                "or hessian",
                 where=self.line(norm) or self.line(node) or None,
                 remedy="take jacrev or torch.autograd.grad, or another norm (LayerNorm)",
             )
@@ -280,7 +282,7 @@ class _Traced(_Written):
         first = next((each for each in part if self.line(each)), part[0])
         if drawn := next(filter(draws, part), None):
             raise AutoparError(
-                f"torch.vmap of what draws random numbers ({drawn.target}) in forward()",
+                f"torch.vmap of what draws random numbers ({spoken(str(drawn.target))}) in forward()",
                 where=self.line(drawn) or self.line(first) or None,
                 remedy="draw outside of it, for all rows at once, and hand the numbers in",
             )

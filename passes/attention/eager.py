@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.base.spoken import spoken
 from autopar.ir.nodes import argument, dtype_of, is_float, operand_of, shape_of
 from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.constants import Constants
@@ -165,7 +166,7 @@ class _Reader:
         if found is not None:
             found.shapes.append(shape_of(node))
         elif not self._why and depth < _MAX_STEPS and self._constants(node) is None:
-            self._why = f"its scores are made by {node.target}"
+            self._why = f"its scores are made by {spoken(str(node.target))}"
         return found
 
     def _own_scores(self, node: fx.Node, depth: int) -> _Scores | None:
@@ -308,7 +309,7 @@ def _down(softmax: fx.Node, sink: _Sink) -> tuple[fx.Node, fx.Node, float, list[
 def _elsewhere(what: str, node: fx.Node) -> str:
     if any(user.op == "output" for user in node.users):
         return f"its {what} are an output of the model"
-    names = [str(user.target).removeprefix("aten.") for user in node.users]
+    names = [spoken(str(user.target)) for user in node.users]
     return f"its {what} are read by {', '.join(dict.fromkeys(names)) or 'nobody'}"
 
 

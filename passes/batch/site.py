@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from autopar.base.spoken import spoken
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule
 from autopar.passes.batch.composites import Law, law_of
@@ -61,7 +62,7 @@ class Site:
 
     def coupled(self, why: str) -> Coupled:
         """The state of what this operator couples."""
-        return Coupled(f"{self.call.name.removesuffix('.default')} {why}", self.where)
+        return Coupled(f"{spoken(self.call.name)} {why}", self.where)
 
     def all(self, state: State) -> list[State]:
         """The same state for each result."""

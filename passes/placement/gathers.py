@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.base.spoken import operator_word
 from autopar.base.text import format_bytes
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, value_classes
 from autopar.ir.graphs import operands_of, source_of
@@ -57,7 +58,7 @@ def operator_text(region: Region, node: str) -> str:
 
 
 def _operator(region: Region, node: str) -> str:
-    return region.ops[node][0].name.split(".")[1].removeprefix("_")
+    return operator_word(region.ops[node][0].name.split(".")[1])
 
 
 def _at(operator: str, origin: str) -> str:

@@ -348,7 +348,7 @@ REFUSED: Mapping[str, tuple[str, Callable[..., Any]]] = {
     "a window": ("for one number of rows", lambda self, y, **_: y[:, : len(y) // 4].mean()),
     "clamped": ("not linear", lambda self, y, mask, **_: y.square().sum() / mask.sum().clamp(min=1)),
     "half of the rows": ("output", lambda self, y, **_: y[: len(y) // 2].mean()),
-    "first row": ("select.int needs all rows", lambda self, y, **_: y[0].mean()),
+    "first row": (r"x\[i\] needs all rows", lambda self, y, **_: y[0].mean()),
 }  # fmt: skip
 
 

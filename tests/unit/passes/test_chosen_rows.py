@@ -246,11 +246,11 @@ def _loops(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     ("how", "said"),
     [
         (_returns, "the model returns rows that a mask chooses"),
-        (_mixes, "cumsum.default does not treat alone each row that a mask chooses .*test_chosen_rows.py:"),
-        (_finds_the_most, "topk.default cannot be of all rows, .*test_chosen_rows.py:"),
-        (_draws, "dropout.default draws numbers for rows that a mask chooses .*draw for all rows"),
+        (_mixes, "cumsum does not treat alone each row that a mask chooses .*test_chosen_rows.py:"),
+        (_finds_the_most, "topk cannot be of all rows, .*test_chosen_rows.py:"),
+        (_draws, "dropout draws numbers for rows that a mask chooses .*draw for all rows"),
         (_loops, "goes through the rows that a mask chooses one by one.*test_chosen_rows.py:"),
-        (_writes_elsewhere, "index_put.default does not treat alone each row"),
+        (_writes_elsewhere, r"x\[index\] = … does not treat alone each row"),
     ],
 )
 def test_what_does_not_treat_each_row_alone_is_refused(how: Callable[..., Tensor], said: str) -> None:

@@ -205,10 +205,10 @@ def mixed(m: Written, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tenso
 
 LEFT: dict[str, tuple[Callable[..., Any], str]] = {
     "returned": (returned, "its probabilities are an output of the model"),
-    "read twice": (read_twice, "its scores are read by softmax.int, mean.dim"),
+    "read twice": (read_twice, "its scores are read by softmax, mean"),
     "softly filled": (softly_filled, "its scores are filled with -100, which hides no key for sure"),
     "finitely filled": (finitely_filled, "its mask, which may hide all keys of a query, fills scores with"),
-    "mixed": (mixed, "its scores are made by aten.einsum.default"),
+    "mixed": (mixed, "its scores are made by einsum"),
 }
 
 
