@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
@@ -36,11 +37,31 @@ def check_asks_for_all(axes: Collection[str], asking: FrameType) -> None:
     """
     is_torchs = AXIS in axes and asking.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__
     if is_torchs and asking.f_code.co_name == "clip_grad_norm_":
-        raise AutoparError(
-            "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a "
-            "norm of its own",
-            remedy="compiled.clip_grad_norm_(max_norm) takes the norm over all stages",
-        )
+        raise _of_one_stage()
+
+
+def mark_stage(mesh: DeviceMesh) -> None:
+    """Note of the mesh of a stage that there are others beside it."""
+    setattr(mesh, _OF_STAGE, True)
+
+
+def check_of_all_stages(tensors: Sequence[Tensor]) -> None:
+    """Raises an AutoparError where the norm is asked of several gradients, a list of the script's own, that lie on the
+    ranks of one stage: ranks of other stages have others of the list.
+    """
+    if len(tensors) > 1 and any(isinstance(x, DTensor) and hasattr(x.device_mesh, _OF_STAGE) for x in tensors):
+        raise _of_one_stage()
+
+
+_OF_STAGE = "_autopar_of_stage"
+
+
+def _of_one_stage() -> AutoparError:
+    return AutoparError(
+        "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a "
+        "norm of its own",
+        remedy="compiled.clip_grad_norm_(max_norm) takes the norm over all stages",
+    )
 
 
 def clip_grad_norm_(

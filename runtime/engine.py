@@ -30,7 +30,7 @@ from autopar.runtime.alone import hook_modules
 from autopar.runtime.branches import Late, add_gradients
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
-from autopar.runtime.clipping import Stages
+from autopar.runtime.clipping import Stages, mark_stage
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.edits import Edits
 from autopar.runtime.executable import Executable
@@ -349,6 +349,8 @@ class Engine:
             inner = self.comm.within(interface.axes)
             assert isinstance(inner, ProcessGroupComm)
             self.inner, self.first_times.is_apart = inner, True
+            if len(interface.pipeline.order) > 1:
+                mark_stage(inner.device_mesh)
         here = held_by(interface, self.place_along(interface))
         self.absent = tuple(
             self._drop(found[entry.name], entry, holders(interface)[entry.name])

@@ -38,6 +38,7 @@ from autopar.base.torch_compat.distributed import (
     tree_map,
 )  # fmt: skip
 from autopar.runtime import lost_writes
+from autopar.runtime.clipping import check_of_all_stages
 from autopar.runtime.expert_layers import LAYER, from_slots, layer_of
 from autopar.runtime.meeting import PATIENCE_S, meet
 from autopar.runtime.seen_whole import SeenWhole, Term, cut, in_pieces_as, whole
@@ -106,7 +107,7 @@ def take_writes() -> None:
         else:
             setattr(kind, name, property(_viewing(original.__get__)))
     kind.new_empty = _making(Tensor.new_empty)
-    split_mixed_gradients()
+    split_mixed_gradients(check_of_all_stages)
     kind.data = property(_carrying(Tensor.data.__get__), _set_data)  # type: ignore[attr-defined]
     kind.detach = _carrying(Tensor.detach)
     kind.full_tensor = _in_order(DTensor.full_tensor)

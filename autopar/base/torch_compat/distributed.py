@@ -210,11 +210,13 @@ def handle(operator: Any, act: Callable[[Any, Any, Any], Any]) -> None:
     dispatcher._custom_op_handlers[operator] = act
 
 
-def split_mixed_gradients() -> None:
+def split_mixed_gradients(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Have torch's clipping, and `GradScaler`, take DTensors together with plain tensors, which every rank has
     (runtime/writes.py: a loss with parameters of its own beside a compiled model). They work on lists, of one kind.
 
     Norms of plain tensors are numbers, which DTensor takes for the same everywhere; a norm of both is a plain number.
+
+    check: raises where a norm is asked of gradients that have none.
     """
     clipping: Any = torch.nn.utils.clip_grad
     dispatcher: Any = DTensor._op_dispatcher
@@ -236,6 +238,7 @@ def split_mixed_gradients() -> None:
     @wraps(total)
     def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        check(tensors)
         found = total(tensors, *args, **kwargs)
         is_mixed = isinstance(found, DTensor) and not all(isinstance(x, DTensor) for x in tensors)
         return found.full_tensor() if is_mixed else found
