@@ -23,6 +23,7 @@ from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, fact
 
 _SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar"})
 _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default", "aten.detach.default"})
+_ROUNDINGS = frozenset(f"aten.{name}.default" for name in ("trunc", "floor", "ceil", "round"))
 _EXACT_SUMS = frozenset(
     {"aten.sum.default", "aten.sum.dim_IntList", "aten.mul.Tensor", "aten.div.Tensor", "aten.neg.default"}
 )
@@ -126,6 +127,8 @@ def _through_terms(site: Site, states: Sequence[State], number: int) -> list[Sta
         source, result = site.call.operands[0].dtype, site.call.results[0]
         exact = result is not None and (is_float(result.dtype) or not is_float(source))
         return site.all(states[0] if exact else site.coupled(f"rounds {states[0]} to integers"))
+    if name in _ROUNDINGS and not is_float(site.call.operands[0].dtype):  # int() of what is whole
+        return site.all(states[0])
     if name in _SUMS:
         return site.all(_sum(site, states))
     if name in PRODUCTS | QUOTIENTS and len(site.rule.operands) == 1:  # by a number

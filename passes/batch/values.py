@@ -28,6 +28,15 @@ _SEEN_OTHERWISE = frozenset(
 _CASTS = frozenset({"to", "_to_copy"})
 
 
+def _name_of(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]
+
+
+def _holds_counts(node: fx.Node) -> bool:
+    """Whether a cast is to a dtype in which numbers of rows are exact."""
+    return bool(node.meta["val"].dtype.itemsize >= torch.float32.itemsize)
+
+
 def _is_answer(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
@@ -66,12 +75,14 @@ class Values:
 
     def _counted(self, count: fx.Node) -> tuple[object, ...] | None:
         """What a sum of all elements is of: a tensor, and what is asked of each of its elements, last first."""
+        while _name_of(count) in _SEEN_OTHERWISE or (_name_of(count) in _CASTS and _holds_counts(count)):
+            (count,) = count.all_input_nodes
         if count.target is not torch.ops.aten.sum.default:
             return None
         asked: list[object] = []
         node = count.args[0]
         while isinstance(node, fx.Node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
-            name, (operand,) = str(node.target).removeprefix("aten.").split(".")[0], node.all_input_nodes
+            name, (operand,) = _name_of(node), node.all_input_nodes
             if name in _ASKING:
                 asked.append((str(node.target), repr(node.args[1:])))
             elif name not in _SEEN_OTHERWISE and not (name in _CASTS and _is_answer(operand)):
