@@ -98,6 +98,12 @@ def _loop(model: Any, cache: Any = None, ids: Tensor = IDS, **first: Any) -> Ten
     return torch.cat(found, 1)
 
 
+def test_a_cache_has_no_more_room_than_a_model_has_positions() -> None:
+    """Breaks if a model that has a table as long as its positions is handed a cache that is longer."""
+    with torch.no_grad():
+        assert places(_Compiled(_model("roberta"))(IDS, use_cache=True).past_key_values, 0) == 24
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "roberta"])
 @pytest.mark.parametrize("first", [{}, {"use_cache": True}])
 def test_a_loop_by_hand(name: str, first: dict[str, Any]) -> None:

@@ -212,17 +212,25 @@ class _Call:
             return self.engine.new_cache(rows, length, encoded)
 
         if cache is None:
-            cache = known_empty(make(_room(count)))
+            cache = known_empty(make(self._room(count)))
         elif not is_cache(cache):
-            transformers_caches.take_over(cache, make, lambda written: _room(written + count))
+            transformers_caches.take_over(cache, make, lambda written: self._room(written + count))
         written = num_written(cache)
         if places(cache, written + count) < written + count:
-            length = self.engine.whole_length(_room(written + count))
+            length = self.engine.whole_length(self._room(written + count))
             logger.info("autopar: a cache is made longer, for %d positions, which is another program", length)
             put(cache, fitting(cache, rows, length))
         elif (fit := fitting(cache, rows, 0)) is not cache:
             put(cache, fit)
         return cache, written
+
+    def _room(self, length: int) -> int:
+        """The positions of a cache that is to have room for `length`, and for what may follow: as far as the model has
+        positions, which may have a table as long as they are.
+        """
+        room = max(LEAST_ROOM, 1 << length.bit_length())
+        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return min(room, most) if isinstance(most, int) and length <= most else room
 
     def _add_masks(self, given: dict[str, Any], cache: Any, written: int) -> bool:
         """What generate() would hand over: masks as long as the cache, and positions. Whether it is left to the model
@@ -316,11 +324,6 @@ def _some_weights(model: Any) -> tuple[Tensor, ...]:
         trained = [x for x in model.parameters() if x.requires_grad] or [*model.parameters()]
         _weights[model] = (*trained[:1], *trained[-1:])
     return _weights[model]
-
-
-def _room(length: int) -> int:
-    """The positions of a cache that is to have room for `length`, and for what may follow."""
-    return max(LEAST_ROOM, 1 << length.bit_length())
 
 
 def _behind(given: Mapping[str, Any], output: Any) -> dict[str, Any]:
