@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 _OPERATOR = re.compile(r"\baten\.(\w+)(?:\.\w+)?")
-_BACKWARD = "_backward"
+_BACKWARDS = ("_backward", "_backward_data")
 _WRITTEN = {
     "_softmax": "softmax", "_log_softmax": "log_softmax", "_to_copy": ".to(…)", "_unsafe_view": "view",
     "_unique2": "unique", "_fused_rms_norm": "rms_norm", "addmm": "linear", "bmm": "matmul", "mm": "matmul",
@@ -25,8 +25,9 @@ _WRITTEN = {
 
 def operator_word(name: str) -> str:
     """An operator's name without its library and overload (`convolution_backward`) in the words of a model's code."""
-    if name.endswith(_BACKWARD):
-        return f"the gradient of {operator_word(name.removesuffix(_BACKWARD))}"
+    for ending in _BACKWARDS:
+        if name.endswith(ending):
+            return f"the gradient of {operator_word(name.removesuffix(ending))}"
     return _WRITTEN.get(name) or name.removeprefix("_")
 
 

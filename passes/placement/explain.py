@@ -74,7 +74,7 @@ def _memory_error(program: Program, built: PlacementProblem, name: str, limit: f
         ),
         reverse=True,
     )[:3]
-    detail = "; ".join(f"{_size(size)} {text}" for size, text in largest)
+    detail = "; ".join(dict.fromkeys(f"{_size(size)} {text}" for size, text in largest))
     what = f"strategy {name} on {program.mesh} does not fit: the memory limit is {_size(limit)} a rank"
     where = f"largest: {detail}" if detail else None
     if program.share is not None:

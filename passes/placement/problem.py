@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from autopar.base.spoken import operator_word
 from autopar.cost import exchanges, rings
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
@@ -193,9 +194,8 @@ class _Builder(ValueClasses, Parameters):
         costs = [times * seconds for seconds in options.seconds]
         usages = self._operator_usages(region, node, options, copies)
         label = f"{region.name}.{node.name}"
-        index = self._node(
-            label, costs, usages, f"{label} = {name_of(node.target)} ({region.origins.get(node.name, '')})"
-        )
+        said, origin = operator_word(name_of(node.target).split(".")[1]), region.origins.get(node.name, "")
+        index = self._node(label, costs, usages, f"{said} in {origin or region.module or region.name}")
         self.operators[(region.name, node.name)] = (index, strategies)
         moves = self.gathering if (region.name, node.name) in self.gathered else None
         specs = region.ops[node.name][0].operands

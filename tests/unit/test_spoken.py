@@ -27,4 +27,4 @@ def test_a_text_has_operators_in_the_words_of_code(text: str, said: str) -> None
 def test_a_gradient_is_said_to_be_one() -> None:
     """Breaks if an operator of the backward is named as if the model called it."""
     assert operator_word("convolution_backward") == "the gradient of a convolution"
-    assert operator_word("_softmax_backward") == "the gradient of softmax"
+    assert operator_word("_softmax_backward_data") == "the gradient of softmax"
