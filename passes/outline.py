@@ -12,6 +12,7 @@ Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one c
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +73,7 @@ def outline(program: Program, *, pieces: int = 0, names: Collection[str] = ()) -
         named = () if program.folded else names
         runs = [_Run(*r) for r in finer([(r.path, r.nodes) for r in runs], parameters, pieces - left_out, named)]
     bordered = [_piece(run, slot_of, model) for run in runs]
+    _name_apart(bordered, {slot.name for slot in slot_of.values() if slot.is_parameter})
     returned = next(node for node in model.graph.nodes if node.op == "output").args[0]
     count = len(program.outputs)
     changed = set(returned[count:])
@@ -168,6 +170,17 @@ def _piece(run: _Run, slot_of: Mapping[fx.Node, Slot], model: Region) -> _Piece:
                 inputs.append(source)
     outputs = [node for node in run.nodes if any(user not in inside for user in node.users)]
     return _Piece(run, slots, inputs, outputs)
+
+
+def _name_apart(pieces: Sequence[_Piece], parameters: Container[str]) -> None:
+    """A piece that alone uses a parameter of another module's name (a bias that is tied to it) is none of its block's:
+    gradients of a block's own parameters are called by names inside the block.
+    """
+    uses = Counter(name for piece in pieces for name in piece.slots)
+    for piece in pieces:
+        own = [name for name in piece.slots if name in parameters and uses[name] == 1]
+        if piece.run.path and not all(name.startswith(f"{piece.run.path}.") for name in own):
+            piece.run.path = ""
 
 
 def _build(

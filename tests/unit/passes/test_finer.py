@@ -15,20 +15,22 @@ WIDTH = 8
 
 
 class Attributes(nn.Module):
-    """A stem, a list with one block, a module that is called twice, and a parameter of the model's own."""
+    """A stem, a list with one block, a module that is called twice, parameters of the model's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.GELU())
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)])
-        self.again, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.scale, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.again, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.bias = self.bias  # its own name is the model's
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x * 2)
         for block in self.blocks:
             x = block(x)
         x = self.again(self.again(x).tanh())
-        return (x * self.scale).square().mean()
+        return self.last(x * self.scale).square().mean()
 
 
 class Chain(nn.Sequential):
@@ -54,7 +56,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-SHALLOW = ["stem", "blocks.0", "blocks.1", "again", "again", ""]
+SHALLOW = ["stem", "blocks.0", "blocks.1", "again", "again", "", ""]
 DEEP = ["stem.0", "stem.2", *SHALLOW[1:]]
 INSIDE = ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
 
