@@ -72,6 +72,20 @@ MIXED = (
 """What a script computes of parameters and gradients together with tensors of its own. Where one of those has a
 gradient to get, all of it is computed on whole tensors: a gradient in pieces would go through a graph that has none.
 """
+_ATEN = torch.ops.aten
+DRAWN = (
+    _ATEN.rand_like.default, _ATEN.randn_like.default, _ATEN.randint_like.default, _ATEN.randint_like.low_dtype,
+    _ATEN.bernoulli.default, _ATEN.bernoulli.p, _ATEN.native_dropout.default, _ATEN.normal.Tensor_float,
+    _ATEN.normal.Tensor_Tensor, _ATEN.normal.float_Tensor,
+)  # fmt: skip
+"""Numbers that a script draws for a tensor in pieces (`p.add_(torch.randn_like(p))`): torch would have each rank draw
+its piece, the same numbers where ranks are seeded alike. They are those of the whole, as in one process.
+"""
+DRAWN_IN_PLACE = (
+    _ATEN.bernoulli_.float, _ATEN.bernoulli_.Tensor, _ATEN.uniform_.default, _ATEN.normal_.default,
+    _ATEN.random_.default, _ATEN.exponential_.default,
+)  # fmt: skip
+"""The same inside of other functions (`F.dropout(p)`): methods that a script calls are taken before."""
 _OPERATORS = ("__iadd__", "__idiv__", "__imul__", "__ipow__", "__isub__", "__itruediv__", "__setitem__")
 _OF_PIECES = ("mixed torch.Tensor and DTensor", "placement", "harding", "not supported with DTensor")
 """What torch says where it has no way on pieces; it does before anything is computed or sent."""
@@ -114,6 +128,11 @@ def take_writes() -> None:
     for operator in (torch.ops.aten.eye.out, torch.ops.aten.eye.m_out):
         handle(operator, _write_out)
     handle(torch.ops.aten._is_any_true.default, _is_any_true)
+    for operator in DRAWN:
+        handle(operator, _draw)
+    for operator in DRAWN_IN_PLACE:
+        handle(operator, _draw_in_place)
+    handle(_ATEN.allclose.default, lambda operator, args, kwargs: operator(*tree_map(_whole, args), **kwargs))
 
 
 def _set_data(self: DTensor, value: Any) -> None:
@@ -208,6 +227,23 @@ def _write_out(operator: Any, args: Any, kwargs: Any) -> Any:
     out = kwargs.pop("out")
     _write_whole(out, lambda x: operator(*args, **kwargs, out=x))
     return out
+
+
+def _draw(operator: Any, args: Any, kwargs: Any) -> Any:
+    """What every rank draws of the whole, in pieces. Collective where the numbers depend on values."""
+    like = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
+    args, kwargs = tree_map(_shape_of if "_like" in operator.name() else _whole, (args, kwargs))
+    return tree_map(lambda x: cut(x, like), operator(*args, **kwargs))
+
+
+def _draw_in_place(operator: Any, args: Any, kwargs: Any) -> Any:
+    others, words = tree_map(_whole, (args[1:], kwargs))
+    _write_whole(args[0], lambda held: operator(held, *others, **words))
+    return args[0]
+
+
+def _shape_of(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device=local_tensor(x).device) if isinstance(x, DTensor) else x
 
 
 def _is_any_true(operator: Any, args: Any, kwargs: Any) -> Any:

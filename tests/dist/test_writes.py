@@ -20,7 +20,8 @@ MESHES: list[tuple[tuple[str, ...], tuple[int, ...], Any]] = [
 @pytest.mark.parametrize(("axes", "sizes", "strategy"), MESHES)
 def test_what_a_script_writes_is_there(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any) -> None:
     """Breaks if `p.data = x` changes nothing, as DTensors have it, if a write to rows that another rank holds is lost
-    in a copy of them, if a mask is cut otherwise than the parameter, or if a piece becomes as large as the whole.
+    in a copy of them, if a mask is cut otherwise than the parameter, or if a piece becomes as large as the whole; if
+    ranks draw the same numbers for their pieces (`randn_like(p)`), which one process draws for the whole.
     """
     num = 1
     for size in sizes:

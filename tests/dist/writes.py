@@ -61,6 +61,19 @@ def initialised(model: Any) -> Numbers:
     return []
 
 
+def noise(model: Any) -> Numbers:
+    torch.manual_seed(5)
+    weight, found = model[2].weight.detach(), []
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1).mul_(torch.rand_like(p) > 0.1)
+    for x in (torch.bernoulli(weight.sigmoid()), F.dropout(weight, 0.5), torch.normal(weight, 0.1), torch.rand(2)):
+        found += [float(x.sum()), float((x * x).sum())]
+    loss_of(model).backward()
+    model[0].weight.grad += torch.randn_like(model[0].weight.grad)
+    return [*found, float(model[0].weight.grad.norm()), float(torch.allclose(weight, weight.clone()))]
+
+
 def assigned(model: Any) -> Numbers:
     kept = {name: p.data.clone() for name, p in model.named_parameters()}
     for p in model.parameters():
@@ -164,7 +177,7 @@ def looked_at(model: Any) -> Numbers:
 
 
 SCRIPTS: tuple[Callable[[Any], Numbers], ...] = (
-    rows, initialised, assigned, flat, sharpness_aware, momentum_teacher, masks, penalties, looked_at,
+    rows, initialised, noise, assigned, flat, sharpness_aware, momentum_teacher, masks, penalties, looked_at,
     clipped_by_units,
 )  # fmt: skip
 
