@@ -1,4 +1,4 @@
-"""What a trace does not see of autograd: gradients inside an operator's own kernel, hooks of what is saved."""
+"""What a trace does not see of autograd: gradients within kernels, hooks of what is saved, inference mode."""
 
 from __future__ import annotations
 
@@ -70,3 +70,32 @@ def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hook(x)
 
     return run
+
+
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """Inside, `torch.inference_mode` in this thread switches gradients off, and on again, where a trace sees it; torch
+    does it where none does, and what is made there would have a gradient.
+    """
+    owner, kind = threading.get_ident(), torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+    before: dict[int, bool] = {}
+
+    def entered(self: Any) -> None:
+        if threading.get_ident() != owner:
+            enter(self)
+            return
+        before[id(self)] = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(not self.mode)
+
+    def left(self: Any, *error: Any) -> None:
+        if id(self) in before:
+            torch._C._set_grad_enabled(before.pop(id(self)))
+        else:
+            leave(self, *error)
+
+    kind.__enter__, kind.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]

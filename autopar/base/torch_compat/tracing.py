@@ -38,7 +38,7 @@ from torch.fx.node import map_arg
 # capture: what a model makes of Python's own numbers is computed while it is traced.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.base.torch_compat.autograd import saving_unseen
+from autopar.base.torch_compat.autograd import inference_as_no_grad, saving_unseen
 from autopar.base.torch_compat.control_flow import control_flow_as_python
 from autopar.base.torch_compat.frames import Frame as Frame
 from autopar.base.torch_compat.frames import is_tracer_file as is_tracer_file
@@ -315,6 +315,7 @@ def exclusive() -> Iterator[None]:
             setattr(proxy_tensor, name, _of_other_threads(made, nothing))
         stack.enter_context(without_warnings())
         stack.enter_context(saving_unseen())
+        stack.enter_context(inference_as_no_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which asks for values, and there are none
         stack.enter_context(control_flow_as_python())
         stack.enter_context(_use_lazy_graph_module(True))

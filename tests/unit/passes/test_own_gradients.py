@@ -211,6 +211,27 @@ def test_checkpoints_have_the_gradient_of_what_they_run_again(reentrant: bool, d
     assert plan.verify().ok and plan.source.count("linear_grad_weight") == 2
 
 
+class Teaches(Checkpointed):
+    """Follows what it computes in inference mode, in which a part is switched back."""
+
+    @torch.inference_mode()
+    def teacher(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            second = self.second(x)
+        return self.first(x), second
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.first.weight.dtype)
+        first, second = self.teacher(x)
+        return (self.first(2 * x) - first.clone()).square().mean() + second.square().mean()
+
+
+@pytest.mark.moderate
+def test_inference_mode_within_forward_has_no_gradient() -> None:
+    """Breaks if what is made in inference mode has a gradient, or what follows it has none."""
+    assert planned(Teaches(False), "dp=2", "ddp").verify().ok
+
+
 def test_hooks_of_a_users_own_on_what_is_saved_are_refused() -> None:
     """Breaks if a gradient is computed of what was saved, where eager computes it of what the user's hook made of it;
     or if those that change nothing are refused.
