@@ -18,19 +18,16 @@ def storage_id(value: torch.Tensor) -> int | None:
     """A number of the memory that a tensor lies in, of meta too: two that have the same share it. None where it has
     none, as sparse ones.
     """
-    held = torch._C._has_storage(value)
-    return int(value.untyped_storage()._cdata) if held else None
+    with torch._C.DisableTorchFunction():  # A trace has a dozen modes, each of which would be asked.
+        return int(value.untyped_storage()._cdata) if torch._C._has_storage(value) else None
 
 
 def writes_into(nodes: Collection[fx.Node], graph: fx.Graph) -> list[fx.Node]:
     """The other nodes that write where some nodes lie: `n[0] = x`, which no later `n[0]` has among its operands."""
-    memory = {_memory(node) for node in nodes} - {None}
     known = frozenset(nodes)
-    return [
-        node
-        for node in graph.nodes
-        if is_mutable(node) and node not in known and any(_memory(each) in memory for each in _written(node))
-    ]
+    writing = [node for node in graph.nodes if is_mutable(node) and node not in known]
+    memory = {_memory(node) for node in nodes} - {None} if writing else set()
+    return [node for node in writing if any(_memory(each) in memory for each in _written(node))]
 
 
 def made_with(last: fx.Node | None, ends: Container[fx.Node | None]) -> set[fx.Node]:
