@@ -28,7 +28,7 @@ from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.transforms import by_autograd
 from autopar.ir.program import Program
-from autopar.ir.told import BUFFER, Held, ToldNeeded
+from autopar.ir.told import BUFFER, ToldNeeded
 from autopar.operators import own_gradients
 from autopar.passes import inner_gradients, mutation, seeds
 from autopar.passes.avoidable import argument_instead
@@ -55,7 +55,7 @@ from autopar.passes.experts import as_operators
 from autopar.passes.exported import SizesByValues, graph_modules, origin_of
 from autopar.passes.fixed_slices import whole_numbers
 from autopar.passes.functional import make_functional
-from autopar.passes.kept import Kept, Unwatched
+from autopar.passes.kept import Kept, Unwatched, may_go_by
 from autopar.passes.one_region import to_program
 from autopar.passes.packed import Packed
 from autopar.passes.plain_reads import PlainReads
@@ -200,7 +200,7 @@ def _with_repeated_blocks(
     blocks, start = Blocks(model, with_cache=with_cache), start_of(model)
     if len(blocks.paths) < LEAST_BLOCKS:
         return None
-    watched = set[Held]()
+    watched = may_go_by(model)
     while True:
         try:
             mode = compat.fake_mode()
@@ -271,7 +271,7 @@ def _whole(
     leaves = tells_ways and not in_parts and (training or bool(ways_of(model)))
     files: list[dict[str, Any]] = []
     start = start_of(model)
-    wanted, watched = start.wanted, set[Held]()
+    wanted, watched = start.wanted, may_go_by(model)
     while True:
         mode, usual = compat.fake_mode(), Usual(measured_values(inputs), marks_values(inputs), held, leaves)
         known = ByValue(values, leaves, usual.takes_buffer)

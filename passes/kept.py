@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -344,6 +345,13 @@ def _goes_on(node: ast.AST, name: str) -> bool:
 
 
 def called(model: nn.Module) -> Iterator[tuple[CodeType, Source]]:
+    """The functions of a model's classes that forward calls by their names, those whose source is there."""
+    for code in _codes(model):
+        if (source := source_of(code)) is not None:
+            yield code, source
+
+
+def _codes(model: nn.Module) -> Iterator[CodeType]:
     """The functions of a model's classes that forward calls by their names."""
     functions: dict[str, dict[CodeType, None]] = {}
     for kind in dict.fromkeys(type(module) for module in model.modules()):
@@ -364,8 +372,30 @@ def called(model: nn.Module) -> Iterator[tuple[CodeType, Source]]:
             new = _names(code) - seen
             seen |= new
             waiting += new
-            if (source := source_of(code)) is not None:
-                yield code, source
+            yield code
+
+
+def may_go_by(model: nn.Module) -> set[Held]:
+    """Attributes that forward may set to other tensors in each step, and read before: to be watched from the first
+    trace on. What is not among them is seen when it changed, and the model is traced again.
+    """
+    held = [(path, name) for path, module in modules_of(model, "") for name in _empty(module)]
+    if not held:
+        return set()
+    names, codes = {name for _, name in held}, _codes(model)
+    given = {name for code in codes for name in names.intersection(code.co_names) if _stores(code, name)}
+    gone_by = {name for name in given if _line_that_goes_by(model, name, False) or _line_that_reads(model, name)}
+    return {Held(path, name) for path, name in held if name in gone_by}
+
+
+def _empty(module: nn.Module) -> list[str]:
+    """The attributes of a module that are tensors, or None until they are set."""
+    own = dict.items(vars(module))
+    return [name for name, x in own if (x is None or isinstance(x, Tensor)) and name not in OWN and name[:1] != "_"]
+
+
+def _stores(code: CodeType, name: str) -> bool:
+    return any(each.opname == "STORE_ATTR" and each.argval == name for each in dis.get_instructions(code))
 
 
 def _names(code: CodeType) -> set[str]:

@@ -4,6 +4,8 @@ rest noted.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -231,6 +233,19 @@ def test_states_that_begin_anew_are_none(kind: type[Scan]) -> None:
     with pytest.raises(AutoparError, match=r"an attribute in Python, and goes by what it was.*test_kept\.py:\d+"):
         capture(Recurrent(False, kind), x)
     assert nn.Module.__getattr__ is looks_up
+
+
+def test_states_that_may_begin_anew_are_watched_from_the_first_trace_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a model with states is traced once more to see whether it reads what it sets."""
+    export, traces = torch.export.export, list[str]()
+
+    def traced(model: nn.Module, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
+        traces.append(type(model).__name__)
+        return export(model, *args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", traced)
+    capture(Recurrent(True, Scan), {"x": torch.randn(2, WIDTH)})
+    assert traces == 2 * ["Recurrent"]  # by blocks, which what changes forbids, and whole
 
 
 class KeepsInPlace(nn.Module):
