@@ -7,9 +7,12 @@ Everything here is loaded at first use, so that ``import autopar`` (and ``autopa
 from __future__ import annotations
 
 import importlib
+import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from autopar import pipeline, strategies
     from autopar.api.backend import backend
     from autopar.api.checkpoints import load_checkpoint
@@ -62,12 +65,21 @@ _SUBMODULES = ("pipeline", "strategies")
 
 def __getattr__(name: str) -> object:
     if name in _MODULE_OF_NAME:
-        value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+        value = getattr(_imported(_MODULE_OF_NAME[name]), name)
         globals()[name] = value
         return value
     if name in _SUBMODULES:
-        return importlib.import_module(f"autopar.{name}")
+        return _imported(f"autopar.{name}")
     raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    """A module. Libraries that draw numbers as they are imported (rich) leave the script's own draws as they were."""
+    state = random.getstate()
+    try:
+        return importlib.import_module(module)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

@@ -241,7 +241,8 @@ def _is_counted(model: nn.Module, name: str) -> bool:
 def modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """As `named_modules()`, unseen by who notes what is read of modules (`blocks/recording.py`)."""
     yield path, module
-    for name, child in dict.items(vars(module)["_modules"]):
+    held = vars(module)["_modules"]
+    for name, child in dict.items(held) if isinstance(held, dict) else held.items():  # a scripted one has no dict
         if isinstance(child, nn.Module):
             yield from modules_of(child, f"{path}.{name}" if path else name)
 
