@@ -4,8 +4,9 @@
     a[2, :3] = x                                  →  a1 = select_scatter(a, slice_scatter(a[2], x, 0, 0, 3), 0, 2)
     y = x.view(…)[1:]; y *= m                     →  y1 = y * m, where nobody reads x any more
 
-Operators stay those that the model called, and a long graph is not traced a second time. What else is written through
-other views or under `torch.no_grad()`, or read through a view afterwards, is left to torch, which knows all memory.
+Operators stay those that the model called, and a long graph is not traced a second time. So it is with what is made and
+written under `torch.no_grad()` (a rotary table). What else is written there or through other views, or read through a
+view afterwards, is left to torch, which knows all memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import operator
 from bisect import bisect, bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +35,10 @@ _SCATTERS: Mapping[object, compat.OpOverload] = {
     _aten.slice.Tensor: _aten.slice_scatter.default,
 }
 """The views through which may be written: what gives the whole with the view's place taken by something else."""
+_TAKEN_ANEW = frozenset(
+    (*_SCATTERS, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.transpose.int, _aten.permute.default)
+)
+"""The views that are taken of what was written once more, where they are read after a write: any strides will do."""
 _FUNCTIONAL_NORM = _aten._native_batch_norm_legit_functional.default
 _BATCH_NORM_OPERANDS = 8
 """Those of the functional form; the last one of `aten.batch_norm` chooses a library."""
@@ -44,8 +50,8 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
     False, and nothing has changed, where a write is not as plain as that.
     """
     root = exported.graph_module
-    bodies = [each for each in graph_modules(root) if each is not root]
-    if any(mutation.writes(node) for body in bodies for node in body.graph.nodes):
+    bodies = [_Written.of(each.graph) for each in graph_modules(root) if each is not root]
+    if None in bodies:
         return False
     specs = exported.graph_signature.input_specs
     buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
@@ -57,6 +63,8 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
     apart = _apart(writes, order, buffers)
     if apart is None:
         return False
+    for body in filter(None, bodies):
+        body.make_functional()
     changed: dict[str, fx.Node] = {}
     latest: dict[fx.Node, str] = {}
     known: dict[Any, list[Tensor]] = {}
@@ -83,16 +91,38 @@ def written_apart(graph: fx.Graph) -> bool:
 
     False, and nothing has changed, where a write is not as plain as that.
     """
-    writes = [node for node in graph.nodes if mutation.writes(node)]
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    apart = None if any(map(_is_batch_norm, writes)) else _apart(writes, order, ())
-    if apart is None:
+    written = _Written.of(graph)
+    if written is None:
         return False
-    for node in writes:
-        _replace(node, order, {}, node in apart)
-    for write in reversed(writes):
-        graph.erase_node(write)
+    written.make_functional()
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A graph all of whose writes are plain, and none into what is handed in: a recorded one, or one that another
+    calls (what runs under `no_grad`). apart: the writes that need not write.
+    """
+
+    graph: fx.Graph
+    writes: Sequence[fx.Node]
+    order: dict[fx.Node, int]
+    apart: frozenset[fx.Node]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> _Written | None:
+        """None where a write is not as plain as that."""
+        writes = [node for node in graph.nodes if mutation.writes(node)]
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        apart = None if any(map(_is_batch_norm, writes)) else _apart(writes, order, ())
+        return None if apart is None else _Written(graph, writes, order, apart)
+
+    def make_functional(self) -> None:
+        """Give every value that is written a node of its own, in place."""
+        for node in self.writes:
+            _replace(node, self.order, {}, node in self.apart)
+        for write in reversed(self.writes):
+            self.graph.erase_node(write)
 
 
 def _apart(writes: list[fx.Node], order: Mapping[fx.Node, int], buffers: Collection[str]) -> frozenset[fx.Node] | None:
@@ -165,8 +195,8 @@ def _are_plain(
     buffers: Collection[str],
     apart: Collection[fx.Node] = (),
 ) -> bool:
-    """Whether each write is into a buffer or a value that an operator made, no view of which is read after it. apart:
-    writes that need not write; what they give is a value of its own.
+    """Whether each write is into a buffer or a value that an operator made, and views of that which are read after it
+    can be taken anew. apart: writes that need not write; what they give is a value of its own.
     """
     places: dict[fx.Node, list[int]] = {}
     for node in writes:
@@ -189,7 +219,8 @@ def _are_plain(
         readers |= {user for node in _first(held, apart) for user in node.users if order[user] > order[held]}
         for reader in readers - written:
             # What lies between: `when` is sorted.
-            if _may_alias(reader) and bisect(when, order[reader]) < bisect_left(when, _last_read(reader, order)):
+            late = _may_alias(reader) and bisect(when, order[reader]) < bisect_left(when, _last_read(reader, order))
+            if late and not _taken_anew(reader, order, written):
                 return False
         if held.op == "placeholder" and any(lying[place] > 1 for place in _storages(held.meta["val"])):
             return False  # another one lies there, too
@@ -287,6 +318,14 @@ def _last_read(node: fx.Node, order: Mapping[fx.Node, int]) -> int:
     return found
 
 
+def _taken_anew(view: fx.Node, order: Mapping[fx.Node, int], written: Collection[fx.Node]) -> bool:
+    """Whether a view and all views of it can be made of another tensor of the same shape. written: the writes; what
+    one gives is the whole then, so nobody may read that.
+    """
+    views = (view, *_views([view], order, order[view]))
+    return all(each.target in _TAKEN_ANEW or (each in written and not each.users) for each in views)
+
+
 def _shared(value: Tensor, node: fx.Node) -> bool:
     others = compat.tree_flatten(node.meta.get("val"))[0]
     return any(isinstance(other, Tensor) and compat.shares_storage(value, other) for other in others)
@@ -319,8 +358,16 @@ def _replace(
         return made
 
     def instead(before: fx.Node, value: fx.Node) -> None:
-        before.replace_all_uses_with(value, delete_user_cb=lambda user: order[user] > order[node])
         new.append((before, value))
+        waiting = [(before, value)]
+        while waiting:
+            before, value = waiting.pop()
+            before.replace_all_uses_with(value, delete_user_cb=lambda user: order[user] > order[node])
+            for view in () if apart else [user for user in before.users if user.target in _TAKEN_ANEW]:
+                if _last_read(view, order) > order[node]:
+                    anew = call(view.target, value, *view.args[1:], **view.kwargs)
+                    anew.meta = {**view.meta, "val": anew.meta["val"]}
+                    waiting.append((view, anew))
 
     with node.graph.inserting_before(node), torch.no_grad():
         if target is None:
@@ -342,6 +389,6 @@ def _replace(
             whole, *where = written.args
             made = call(_SCATTERS[written.target], whole, made, *where, **written.kwargs)
             written = whole
-    node.replace_all_uses_with(made)
-    instead(written, made)
+        node.replace_all_uses_with(made)
+        instead(written, made)
     return new

@@ -79,6 +79,32 @@ def _part_is_read_on(net: Net, y: Tensor) -> Tensor:
     return part.mean((2, 3)) + y.mean((2, 3))
 
 
+def _views_are_read_on(net: Net, y: Tensor) -> Tensor:
+    """Views of views that are read between two writes into one of them, and afterwards; and one that is not."""
+    first, turned = y[:, 0], y.transpose(2, 3)
+    row, old = turned[:, 1, :, 1].unsqueeze(1), y[:, :, 0].mean(2)
+    first[:, 1] = y[:, 1, 2]
+    once = row[:, 0] + first[:, 0]
+    y[:, 1, :2].mul_(3)
+    return (row[:, 0] * once).mean(1, keepdim=True) + first.mean((1, 2))[:, None] + turned[..., 1].mean(2) * old
+
+
+def _table(net: Net, y: Tensor) -> Tensor:
+    """A table that is made and written without gradients, seen through a view of it."""
+    with torch.no_grad():
+        table = (y[..., 0].detach() * 2).cos()
+        first = table[:, 0]
+        first[:, 1:] = table[:, 1, 1:]
+        both = torch.cat([first, table[:, 0]], 1)
+    return y.mean((2, 3)) * both.sum(1, keepdim=True)
+
+
+def _given_to_no_grad(net: Net, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.mean[:2] = y.mean((0, 2, 3))[:2]
+    return y.mean((2, 3)) + net.mean
+
+
 def _what_was_written_is_read(net: Net, y: Tensor) -> Tensor:
     part = y[:, :, 1].add_(1)
     return part.mean(2) + y.mean((2, 3))
@@ -127,8 +153,8 @@ def _written_twice(net: Net, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "how",
     [_counted, _viewed_before, _viewed_after, _idle_dropout, _turned, _in_parts, _part_is_read_on,
-     _what_was_written_is_read, _dropped_in_place, _shifted, _read_on_through_another,
-     _read_on_through_what_was_written, _written_twice],
+     _views_are_read_on, _table, _given_to_no_grad, _what_was_written_is_read, _dropped_in_place, _shifted,
+     _read_on_through_another, _read_on_through_what_was_written, _written_twice],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -140,8 +166,9 @@ def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tenso
 
 @pytest.mark.parametrize(
     "how",
-    [_counted, _viewed_before, _viewed_after, _turned, _in_parts, _part_is_read_on, _what_was_written_is_read,
-     _dropped_in_place, _shifted, _read_on_through_another, _read_on_through_what_was_written, _written_twice],
+    [_counted, _viewed_before, _viewed_after, _turned, _in_parts, _part_is_read_on, _views_are_read_on,
+     _table, _given_to_no_grad, _what_was_written_is_read, _dropped_in_place, _shifted, _read_on_through_another,
+     _read_on_through_what_was_written, _written_twice],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -149,7 +176,8 @@ def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor])
     views are taken for plain.
     """
     exported = torch.export.export(Net(how), (torch.randn(4, 3, 6, 6),), strict=False)
-    plain = (_counted, _viewed_before, _in_parts, _dropped_in_place, _shifted, _written_twice)
+    plain = (_counted, _viewed_before, _in_parts, _part_is_read_on, _views_are_read_on, _table, _dropped_in_place,
+             _shifted, _written_twice)  # fmt: skip
     assert make_functional(exported) is (how in plain)
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
     assert kinds == ["BUFFER_MUTATION"] * {_counted: 5, _in_parts: 1}.get(how, 0) + ["USER_OUTPUT"]
