@@ -7,6 +7,7 @@ have their rows (dim 0) by slots; whole tensors have the model's order, wherever
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor
+from autopar.base.torch_compat.mixed import take_plain
 from autopar.ir.interface import ExpertsInterface, ProgramInterface
 from autopar.runtime.communicator import Communicator
 
 LAYER = "_autopar_experts"
 """What a parameter that has experts' rows has its layer under."""
+_away: set[int] = set()
+"""Layers that are not at home: beside their parameters a plain tensor's rows would be taken for those of others."""
 
 
 class ExpertLayer:
@@ -55,6 +59,12 @@ class ExpertLayer:
         """Say that experts lie so from now on."""
         self.slots, self._tensors = tuple(slots), None
         self.guests = tuple(map(tuple, guests)) or ((),) * self.ranks
+        if not self.is_home and id(self) not in _away:
+            _away.add(id(self))
+            weakref.finalize(self, _come_home, id(self)).atexit = False
+        elif self.is_home:
+            _away.discard(id(self))
+        take_plain(not _away)
 
     @property
     def spare(self) -> int:
@@ -95,6 +105,11 @@ class ExpertLayer:
         flat = indices.reshape(-1).long()
         is_expert = (flat >= 0) & (flat < self.num)
         self.loads.scatter_add_(0, flat.clamp(0, self.num - 1), is_expert.long())
+
+
+def _come_home(layer: int) -> None:
+    _away.discard(layer)
+    take_plain(not _away)
 
 
 def mark_layers(comm: Communicator, interface: ProgramInterface, parameters: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,6 @@ experts lie by load is taken part by part, and with plain tensors, as a whole in
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
@@ -19,18 +18,15 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import (
-    default_timeout_s,
     handle,
     is_pointwise,
     local_tensor,
-    same_group,
     settle,
     split_mixed_gradients,
     storage_key,
@@ -38,12 +34,10 @@ from autopar.base.torch_compat.distributed import (
     tree_map,
 )  # fmt: skip
 from autopar.runtime import lost_writes
+from autopar.runtime.any_operator import say_once, take_gradients, take_operators
 from autopar.runtime.clipping import check_of_all_stages
 from autopar.runtime.expert_layers import LAYER, from_slots, layer_of
-from autopar.runtime.meeting import PATIENCE_S, meet
 from autopar.runtime.seen_whole import SeenWhole, Term, cut, in_pieces_as, whole
-
-logger = logging.getLogger("autopar")
 
 VIEWS = (
     "__getitem__", "chunk", "diagonal", "expand", "flatten", "mT", "movedim", "narrow", "permute", "ravel", "reshape",
@@ -121,10 +115,12 @@ def take_writes() -> None:
         else:
             setattr(kind, name, property(_viewing(original.__get__)))
     kind.new_empty = _making(Tensor.new_empty)
+    take_operators()
     split_mixed_gradients(check_of_all_stages)
     kind.data = property(_carrying(Tensor.data.__get__), _set_data)  # type: ignore[attr-defined]
     kind.detach = _carrying(Tensor.detach)
     kind.full_tensor = _in_order(DTensor.full_tensor)
+    kind.backward, kind.__len__ = _backward, _length
     for operator in (torch.ops.aten.eye.out, torch.ops.aten.eye.m_out):
         handle(operator, _write_out)
     handle(torch.ops.aten._is_any_true.default, _is_any_true)
@@ -253,7 +249,7 @@ def _is_any_true(operator: Any, args: Any, kwargs: Any) -> Any:
 
 def _write_whole(x: DTensor, act: Callable[[Tensor], object]) -> None:
     """`act` on the whole tensor, of which this rank keeps its piece. Collective."""
-    _say_once(x)
+    say_once(x, "write into a part of a tensor")
     with torch.no_grad():
         held = _whole(x.detach()).clone()
         act(held)
@@ -322,9 +318,25 @@ def _carrying(original: Callable[..., Any]) -> Callable[..., Any]:
 def _in_order(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if self.grad_fn is not None:
+            take_gradients(self)
         return from_slots(original(self, *args, **kwargs), self)
 
     return full_tensor
+
+
+def _backward(self: DTensor, *args: Any, **kwargs: Any) -> None:
+    take_gradients(self)
+    Tensor.backward(self, *args, **kwargs)
+
+
+def _length(self: DTensor) -> int:
+    if self.ndim == 0:
+        raise TypeError(
+            "len() of a 0-d DTensor, which torch.tensor asks of numbers in a list: torch.stack(numbers) joins them, or "
+            "torch.tensor([x.item() for x in numbers])"
+        )
+    return Tensor.__len__(self)
 
 
 def _is_out_of_order(x: DTensor, args: Any, kwargs: Any) -> bool:
@@ -371,22 +383,3 @@ def _whole(x: Any) -> Any:
     if isinstance(x, Term):
         return x.as_subclass(Tensor)
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-_met: list[Callable[[], bool]] = []
-"""Whether the process group is the one in which it was said."""
-
-
-def _say_once(x: DTensor) -> None:
-    """Before the first gather: every rank has to, and it has a price."""
-    is_split = any(not placement.is_replicate() for placement in x.placements)
-    if not is_split or x.device_mesh.size() != dist.get_world_size() or (_met and _met[0]()):
-        return
-    _met[:] = [same_group()]
-    patience_s = default_timeout_s(local_tensor(x).device) or PATIENCE_S
-    meet("write into a part of a tensor", patience_s, "Write it on every rank: each keeps its piece of what is written")
-    if dist.get_rank() == 0:
-        logger.warning(
-            "autopar: a part of a tensor that lies in pieces is written: wherever that is, the whole tensor is "
-            "gathered on every rank, and cut again (said once)"
-        )

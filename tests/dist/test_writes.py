@@ -21,7 +21,8 @@ MESHES: list[tuple[tuple[str, ...], tuple[int, ...], Any]] = [
 def test_what_a_script_writes_is_there(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any) -> None:
     """Breaks if `p.data = x` changes nothing, as DTensors have it, if a write to rows that another rank holds is lost
     in a copy of them, if a mask is cut otherwise than the parameter, or if a piece becomes as large as the whole; if
-    ranks draw the same numbers for their pieces (`randn_like(p)`), which one process draws for the whole.
+    ranks draw the same numbers for their pieces (`randn_like(p)`), which one process draws for the whole; if a function
+    that gets a plain tensor beside a parameter, or that torch cannot do in pieces, or does wrong, is not what it is.
     """
     num = 1
     for size in sizes:

@@ -176,9 +176,42 @@ def looked_at(model: Any) -> Numbers:
     return [float(np.linalg.norm(array)), float(np.asarray(weight)[3, 1]), weight.tolist()[4][2], float(array.std())]
 
 
+def by_any_function(model: Any) -> Numbers:
+    """Averages, thresholds and spectra, by functions that get plain tensors beside weights or know no pieces."""
+    weight, other, found = model[2].weight, drawn(9, 32, 32), []
+    average = other.clone()
+    with torch.no_grad():
+        average.lerp_(weight, 0.1).add_(weight.data, alpha=0.5).mul_(torch.where(other > 0, weight, other))
+        torch._foreach_add_([average], [weight])
+        torch.mul(weight, 2.0, out=other)
+        pruned = torch.where(weight.abs() < weight.abs().flatten().kthvalue(40).values, 0.0, weight)
+        weight.copy_(torch.addcmul(pruned, average, average))
+        torch.relu_(ones := torch.ones_like(weight.norm(dim=1)))
+        kernel = F.conv1d(average[None], weight[:, :, None])
+        largest = [torch.topk(weight.flatten(), k).values for k in (4, 6)]
+        spectrum, rows = torch.linalg.svdvals(weight), weight.renorm(2, 0, 0.1)
+        for x in (average, other, weight.unique(), spectrum, rows, kernel, ones, other @ weight[0], *largest):
+            found += [float(x.sum()), *map(float, x.shape)]
+    return [*found, float(F.mse_loss(weight, average).detach()), float(torch.allclose(weight, average))]
+
+
+def penalties_by_functions(model: Any) -> Numbers:
+    weight, own = model[2].weight, nn.Parameter(drawn(8, 32, 32))
+    terms = (
+        lambda: F.mse_loss(weight, own), lambda: torch.dist(own, weight), lambda: torch.linalg.svdvals(weight).sum(),
+        lambda: torch.topk(weight.abs().flatten(), 10).values.sum(), lambda: weight.quantile(0.3),
+        lambda: F.cross_entropy(weight, torch.arange(32).masked_fill(torch.arange(32) < 9, -100)),
+        lambda: F.conv1d(own[None], weight[:, :, None]).square().mean(),
+    )  # fmt: skip
+    torch.stack([each() for each in terms]).sum().backward()
+    (loss_of(model) + sum(each() for each in terms)).backward()
+    torch.optim.AdamW([*model.parameters(), own], lr=0.01).step()
+    return [float(own.sum().detach()), float(own.grad.square().sum())]  # type: ignore[union-attr]
+
+
 SCRIPTS: tuple[Callable[[Any], Numbers], ...] = (
     rows, initialised, noise, assigned, flat, sharpness_aware, momentum_teacher, masks, penalties, looked_at,
-    clipped_by_units,
+    clipped_by_units, by_any_function, penalties_by_functions,
 )  # fmt: skip
 
 

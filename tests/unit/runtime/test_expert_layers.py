@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
 from autopar.cost.exchanges import buffer_bytes, guest_bytes
@@ -199,3 +201,29 @@ def test_counts_choices_by_the_models_numbers() -> None:
 
     loads = torch.stack(SimulatedMesh(("dp",), (2,)).run(run)).sum(0)
     assert loads.tolist() == torch.bincount(indices.flatten(), minlength=EXPERTS + 1)[:EXPERTS].tolist()
+
+
+def test_plain_tensors_beside_layers_that_are_away() -> None:
+    """Breaks if torch takes a plain tensor's rows for those of experts that lie in other slots, or goes on refusing
+    plain tensors when all are at home, or gone.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    axis: Any = _Axis()
+    layer, other = ExpertLayer(PLANNED, EXPERTS, axis), ExpertLayer(PLANNED, EXPERTS, axis)
+    taken = []
+    for slots in (SLOTS, tuple(range(EXPERTS))):
+        layer.place(slots)
+        taken.append(dispatcher._allow_implicit_replication)
+    other.place(SLOTS)
+    layer.place(tuple(range(EXPERTS)))
+    taken.append(dispatcher._allow_implicit_replication)
+    del other
+    gc.collect()
+    assert [*taken, dispatcher._allow_implicit_replication] == [False, True, False, True]
+
+
+class _Axis:
+    """The ranks of an axis."""
+
+    def size(self, axis: str) -> int:
+        return 2
