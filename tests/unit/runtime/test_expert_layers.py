@@ -207,6 +207,7 @@ def test_plain_tensors_beside_layers_that_are_away() -> None:
     """Breaks if torch takes a plain tensor's rows for those of experts that lie in other slots, or goes on refusing
     plain tensors when all are at home, or gone.
     """
+    gc.collect()  # layers of other tests
     dispatcher: Any = DTensor._op_dispatcher
     axis: Any = _Axis()
     layer, other = ExpertLayer(PLANNED, EXPERTS, axis), ExpertLayer(PLANNED, EXPERTS, axis)
