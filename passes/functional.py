@@ -365,6 +365,7 @@ def _replace(
             before.replace_all_uses_with(value, delete_user_cb=lambda user: order[user] > order[node])
             for view in () if apart else [user for user in before.users if user.target in _TAKEN_ANEW]:
                 if _last_read(view, order) > order[node]:
+                    assert callable(view.target)
                     anew = call(view.target, value, *view.args[1:], **view.kwargs)
                     anew.meta = {**view.meta, "val": anew.meta["val"]}
                     waiting.append((view, anew))

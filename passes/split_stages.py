@@ -23,6 +23,7 @@ from autopar.cost.estimate import stored_bytes, unused_everywhere
 from autopar.cost.memory.boundaries import boundaries
 from autopar.cost.memory.calls import CallCosts, call_costs, seconds_of_calls
 from autopar.cost.memory.stages import memory_fits, stage_cost
+from autopar.ir.left_out import place_of
 from autopar.ir.program import Program
 from autopar.ir.region import Call
 from autopar.ir.schedule import Schedule
@@ -372,7 +373,7 @@ def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator
         return
     if not is_open(spec, num_ranks):
         schedule = asked_schedule(spec, num_ranks, num_microbatches)
-        if schedule.num_stages > num_calls:
+        if schedule.num_stages > num_calls and not (spec.cut and program.told):
             raise too_many_stages(program, schedule.num_stages, num_ranks)
         yield schedule
         return
@@ -415,7 +416,10 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
         return ()
     numbers = [0]
     for name in spec.cut:
-        number = name if isinstance(name, int) else _call_at(program.calls, name)
+        number = name if isinstance(name, int) else _call_at(program, name)
+        if program.told is not None and number in (numbers[-1], len(program.calls)):
+            numbers.append(number)  # this step leaves out all that a stage computes: it hands on what it receives
+            continue
         if not numbers[-1] < number < len(program.calls):
             raise AutoparError(
                 f"the pipeline cannot be cut at {', '.join(map(str, spec.cut))}: {name} does not come after "
@@ -427,10 +431,15 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _call_at(calls: Sequence[Call], name: str) -> int:
+def _call_at(program: Program, name: str) -> int:
+    calls = program.calls
     plain, _, nth = name.partition("#")
     found = [number for number, call in enumerate(calls) if plain == (call.path or call.region)]
     found = found[int(nth or 1) - 1 :] if (nth or "1").isdecimal() and int(nth or 1) else []
+    if not found and program.told is not None and any(v.name.startswith(f"{plain}.") for v in program.variables):
+        # This step leaves it out; where it leaves out the whole list, what reads parameters at last comes behind it.
+        place = place_of(program, plain)
+        return place[0] if place is not None else max(n for n, call in enumerate(calls) if call.slots)
     if not found:
         raise AutoparError(
             f"the pipeline is to be cut at {name!r}, which is no block of the model",

@@ -13,6 +13,7 @@ from autopar.api.plan import Plan
 from autopar.api.planning import dressed
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import StageInterface
+from autopar.ir.left_out import begins_with
 from autopar.ir.program import Program
 from autopar.ir.stages import Pipeline
 from autopar.machine.mesh import Mesh
@@ -57,13 +58,19 @@ def same_stages(plan: PlanRecord, strategy: Strategy) -> Strategy:
 
 def first_of_stages(program: Program, pipeline: Pipeline) -> tuple[str, ...]:
     """What begins each stage but the first, as a cut names it: of its calls the first that is a block of the model, or
-    has parameters. What is computed of inputs alone has other calls for other batches.
+    has parameters. What is computed of inputs alone has other calls for other batches; where steps leave out blocks, so
+    has what is no block, and is named by a module.
     """
     names = [call.path or call.region for call in program.calls]
     found = []
     for stage in pipeline.stages[1:]:
         own = sorted(set(stage.calls) - set(stage.recomputed))
         number = next((n for n in own if program.calls[n].path or _has_parameters(program, n)), own[0])
+        if program.told is not None and not program.calls[number].path:
+            earlier = {name for call in program.calls[:number] for name in call.slots}
+            if module := begins_with(program, number, earlier):
+                found.append(module)
+                continue
         found.append(nth_of(names[number], names[:number].count(names[number])))
     return tuple(found)
 

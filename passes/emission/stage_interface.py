@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.cost.memory.boundaries import carries_gradient, inputs_wanted_of
 from autopar.ir.interface import PipelineInterface, StageInterface, TensorInterface
+from autopar.ir.left_out import kept_by
 from autopar.ir.program import Program
 from autopar.ir.stages import Stage
 from autopar.ir.values import ValueRef
@@ -31,10 +32,12 @@ def pipeline_interface(program: Program) -> PipelineInterface | None:
 def _stage_interface(program: Program, number: int, stage: Stage) -> StageInterface:
     own = set(stage.calls) - set(stage.recomputed)
     used = {name for call in stage.calls for name in program.calls[call].slots}
-    # What no call uses is kept by the first stage, so that checkpoints have it; where a prompt or a token is all that
-    # runs, by all of them: an encoder runs by itself, on every rank.
-    if number == 0 or (program.states and not program.training):
-        used |= {v.name for v in program.variables} - {name for call in program.calls for name in call.slots}
+    # What no call uses is kept by one stage, so that checkpoints have it; where a prompt or a token is all that runs,
+    # by all of them: an encoder runs by itself, on every rank.
+    assert program.pipeline is not None
+    everywhere, stages = bool(program.states) and not program.training, program.pipeline.stages
+    unused = {v.name for v in program.variables} - {name for call in program.calls for name in call.slots}
+    used |= {name for name in unused if everywhere or kept_by(program, stages, name) == number}
     updates = tuple(name for name, ref in program.updates if ref.call in own)
     return StageInterface(
         tuple(_travelling(program, ref) for ref in stage.receives),

@@ -25,10 +25,11 @@ def boundaries(program: Program, cuts: Sequence[int], recomputed: Sequence[Seque
         One stage per cut; values in the order of their calls, then of their results.
 
     Raises:
-        AutoparError: cuts that are not increasing, or leave a stage without calls; a call computed again that carries
-            gradients, changes buffers, or belongs to no earlier stage.
+        AutoparError: cuts that are not increasing, or leave a stage without calls (which only steps do that leave out
+            blocks, as Python's numbers say); a call computed again that carries gradients, changes buffers, or belongs
+            to no earlier stage.
     """
-    _check_cuts(cuts, len(program.calls))
+    _check_cuts(cuts, len(program.calls), may_be_empty=program.told is not None)
     repeated = [tuple(sorted(set(calls))) for calls in recomputed] or [()] * len(cuts)
     if len(repeated) != len(cuts):
         raise AutoparError(f"calls to compute again are given for {len(repeated)} stages, there are {len(cuts)}")
@@ -85,9 +86,10 @@ def _order(ref: ValueRef) -> tuple[int, int]:
     return ref.call, ref.index
 
 
-def _check_cuts(cuts: Sequence[int], num_calls: int) -> None:
+def _check_cuts(cuts: Sequence[int], num_calls: int, *, may_be_empty: bool) -> None:
     bounds = [*cuts, num_calls]
-    if not cuts or cuts[0] != 0 or any(first >= end for first, end in itertools.pairwise(bounds)):
+    least = 0 if may_be_empty else 1
+    if not cuts or cuts[0] != 0 or any(end - first < least for first, end in itertools.pairwise(bounds)):
         raise AutoparError(
             f"a program of {num_calls} calls cannot be cut before calls {', '.join(map(str, cuts)) or '-'}",
             values="cuts begin with 0 and increase, so that each stage has a call",
