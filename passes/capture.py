@@ -62,7 +62,7 @@ from autopar.passes.plain_reads import PlainReads
 from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.recurrent import Packs
-from autopar.passes.tables_of_lengths import check_tables
+from autopar.passes.tables_of_lengths import by_positions
 from autopar.passes.told import Telling, rows_among, start_of, with_told
 from autopar.passes.usual import Checked, Decides, Usual
 from autopar.passes.written_down import WrittenDown
@@ -158,8 +158,7 @@ def capture(
                     f"{type(model).__name__} asks in forward() how many rows a mask chooses, which values say",
                     remedy="count them by a tensor, mask.sum(), or choose them outside of forward()",
                 )
-    check_tables(program, model, inputs)
-    return replace(program, training=training)
+    return replace(by_positions(program, model, inputs), training=training)
 
 
 def say_the_same(one: Program, other: Program) -> bool:

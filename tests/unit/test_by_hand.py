@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import by_hand, caches, transformers_caches
+from autopar.base.huggingface.masks_of_generate import spelled_out
 from autopar.base.huggingface.reuse import as_it_is, num_written, places
 from autopar.base.huggingface.states import Layout, StateCache
 from autopar.base.huggingface.unmade import Unmade
@@ -282,6 +283,60 @@ def test_behind_an_encoder() -> None:
 
     with torch.no_grad():
         assert torch.allclose(loop(_Compiled(model)), loop(model), rtol=0, atol=1e-12)
+
+
+def _generates(model: Any) -> Any:
+    """The model with caches of ours in its generate()."""
+    kind: Any = type(model)
+    found = copy.copy(model)
+    make = _Engine(model).new_cache
+    prepare = caches.generating(kind._prepare_cache_for_generation, lambda _, rows, size, *of: make(rows, size, *of))
+    namespace = {"_prepare_cache_for_generation": prepare, "create_masks_for_generate": spelled_out(kind)}
+    found.__class__ = type(kind.__name__, (kind,), namespace)
+    return found
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("handed", ["all", "what is new", "a decoder's", "a decoder's, marked"])
+def test_generate_goes_on_with_a_cache(handed: str) -> None:
+    """Breaks if a cache has no room for what is handed in beside what it has, where that is not all of a sequence, or
+    where nothing says that it is: of a decoder behind an encoder transformers reads all of it once more.
+    """
+    import transformers
+
+    model = _model("t5" if "decoder" in handed else "llama")
+    said: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    said |= {"decoder_start_token_id": 0} if "decoder" in handed else {}
+
+    def turns(model: Any) -> list[Tensor]:
+        cache, ids, found = transformers.DynamicCache(config=model.config), IDS, []
+        if "decoder" in handed:
+            cache = transformers.EncoderDecoderCache(cache, transformers.DynamicCache(config=model.config))
+            ids = IDS[:, :0].new_zeros(2, 1)
+        for _ in range(2):
+            ones = torch.ones_like(ids)
+            new = ids[:, int(cache.get_seq_length()) :] if handed == "what is new" else ids
+            given = {"attention_mask": ones} if "decoder" not in handed else {"decoder_input_ids": new}
+            if "marked" in handed:
+                given["decoder_attention_mask"] = ones
+            made = model.generate(IDS if "decoder" in handed else new, **given, past_key_values=cache, **said)
+            ids = torch.cat([ids, made[:, new.shape[1] :], torch.full_like(ids[:, :1], 9)], 1)
+            found.append(ids)
+        return found
+
+    assert all(map(torch.equal, turns(_generates(model)), turns(model)))
+
+
+def test_generate_with_a_cache_of_more_than_its_sequence() -> None:
+    """Breaks if a cache that an earlier call wrote into is taken for the beginning of a shorter sequence."""
+    import transformers
+
+    model = _generates(_model())
+    cache, given = transformers.DynamicCache(config=model.config), {"attention_mask": torch.ones_like(IDS)}
+    said: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.generate(IDS, **given, past_key_values=cache, **said)
+    with pytest.raises(AutoparError, match=r"cache of 6 positions(.|\n)*sequence of 5(.|\n)*copy\.deepcopy"):
+        model.generate(IDS, **given, past_key_values=cache, **said)
 
 
 def test_what_gives_no_cache_gives_none() -> None:

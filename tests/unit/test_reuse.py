@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,10 @@ def test_what_an_encoder_gave_does_not_grow() -> None:
 def test_how_much_a_call_needs() -> None:
     """Breaks if a call that hands in what is new alone gets no room for what the cache has."""
     mask = torch.ones(2, 12)
-    assert reuse.needed({"attention_mask": mask}, 2 + 3 - 1, 3) == 12 + 3 - 1
-    assert reuse.needed({"attention_mask": mask}, 12 + 3 - 1, 3) == 12 + 3 - 1
-    assert reuse.needed({"attention_mask": mask[:, None, None]}, 7, None) == reuse.needed({}, 7, 3) == 7
+    marked, config = reuse.num_marked(None, mask), SimpleNamespace(_mask_length=12)
+    assert marked == reuse.num_marked(config, None) == 12
+    assert reuse.needed(marked, 2 + 3 - 1, 3, 10) == 12 + 3 - 1
+    assert reuse.needed(marked, 12 + 3 - 1, 3, 10) == 12 + 3 - 1
+    assert reuse.num_marked(config, mask[:, None, None]) is reuse.num_marked(SimpleNamespace(), None) is None
+    assert reuse.needed(None, 7, 3, 0) == 7
+    assert reuse.needed(None, 7, 3, 10) == 17  # nothing says that what is handed in begins with what is written

@@ -26,6 +26,7 @@ from autopar.base.huggingface.reuse import (
     fitting,
     known_empty,
     needed,
+    num_marked,
     num_rows,
     num_written,
     put,
@@ -303,13 +304,11 @@ def _check_padding(cache: Any, mask: Any) -> None:
         )
 
 
-def _check_goes_on(cache: Any, given: Mapping[str, Any]) -> None:
+def _check_goes_on(written: int, marked: int | None) -> None:
     """Raises an AutoparError where a call of `generate()` is for no more than what a cache has."""
-    mask = given.get("decoder_attention_mask" if hasattr(cache, "pair") else "attention_mask")
-    written = num_written(cache)
-    if written and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] <= written:
+    if written and marked is not None and marked <= written:
         raise AutoparError(
-            f"a cache of {written} positions was handed in for a sequence of {mask.shape[1]}",
+            f"a cache of {written} positions was handed in for a sequence of {marked}",
             values="generate() writes into the cache that it is handed",
             remedy="hand in copy.deepcopy(cache) where several calls begin with it, and what follows it in each call",
         )
@@ -346,27 +345,30 @@ def generating(
         if mode.value == "assisted_generation":  # drafts of the prompt's own tokens go beyond the longest sequence
             length += getattr(config, "prompt_lookup_num_tokens", None) or 0
         name = name_of(self) or NAMES[0]
+        # An encoder's padding is not in what its decoder keeps of itself.
+        mask = "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
         if (handed := model_kwargs.get(name)) is None:
             made = make(self, rows, length, encoded_among(model_kwargs))
             model_kwargs[name] = made if config.prefill_chunk_size is not None else known_empty(made)
         else:
-            length = needed(model_kwargs, length, config.max_new_tokens)
+            marked = num_marked(config, model_kwargs.get(mask))
+
+            def room(written: int) -> int:
+                return whole(self, needed(marked, length, config.max_new_tokens, written))
+
             if not is_cache(handed):
                 transformers_caches.take_over(
-                    handed,
-                    lambda room: make(self, batch_size, room, encoded_among(model_kwargs)),
-                    lambda written: whole(self, length),
+                    handed, lambda size: make(self, batch_size, size, encoded_among(model_kwargs)), room
                 )
-            _check_goes_on(handed, model_kwargs)
+            written = num_written(handed)
+            _check_goes_on(written, marked)
             is_own = num_rows(handed, rows) == rows
-            found = fitting(handed, rows, whole(self, length))
+            found = fitting(handed, rows, room(written))
             if is_own:  # the script's, and is written as transformers' are
                 put(handed, found)
             model_kwargs[name] = handed if is_own else found
         config._autopar_call = call = _Call()
         begun(self, call)
-        # An encoder's padding is not in what its decoder keeps of itself.
-        mask = "decoder_attention_mask" if hasattr(model_kwargs[name], "pair") else "attention_mask"
         _check_padding(model_kwargs[name], model_kwargs.get(mask))
         if config.prefill_chunk_size is not None:
             setattr(model_kwargs[name], SPELLED_OUT, True)

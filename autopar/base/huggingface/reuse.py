@@ -126,12 +126,24 @@ def position_dims(cache: Any) -> list[int | None]:
     return found
 
 
-def needed(given: dict[str, Any], length: int, new_tokens: int | None) -> int:
-    """Positions of a call that hands in what follows a cache alone, or all. length: of what is handed in and made.
+def num_marked(config: Any, mask: Any) -> int | None:
+    """Positions of the whole sequence, by the mask [rows, positions] of a call of `generate()`; None: nothing says it.
 
-    given: its arguments; a mask of two dims is as long as all positions.
+    config: of this call, which knows it of a mask that marks all and was dropped.
     """
-    mask = given.get("attention_mask")
-    if mask is None or mask.dim() != 2:
-        return length
-    return max(length, int(mask.shape[1]) + (new_tokens or 1) - 1)
+    if isinstance(mask, Tensor):
+        return int(mask.shape[1]) if mask.dim() == 2 else None
+    found: int | None = getattr(config, "_mask_length", None)
+    return found
+
+
+def needed(marked: int | None, length: int, new_tokens: int | None, written: int) -> int:
+    """Positions of a call of `generate()` that goes on with a cache of so many written ones.
+
+    Where its mask is as long as the tokens that are handed in, these are all of the sequence, and what is written is cut
+    off; else all of them follow that: what is new beside a mask of the whole, or the tokens of a decoder behind an
+    encoder, of which no mask says anything.
+
+    marked: see `num_marked`. length: of what is handed in and made.
+    """
+    return written + length if marked is None else max(length, marked + (new_tokens or 1) - 1)
