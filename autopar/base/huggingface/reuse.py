@@ -140,8 +140,8 @@ def num_marked(config: Any, mask: Any) -> int | None:
 def needed(marked: int | None, length: int, new_tokens: int | None, written: int) -> int:
     """Positions of a call of `generate()` that goes on with a cache of so many written ones.
 
-    Where its mask is as long as the tokens that are handed in, these are all of the sequence, and what is written is cut
-    off; else all of them follow that: what is new beside a mask of the whole, or the tokens of a decoder behind an
+    Where its mask is as long as the tokens that are handed in, these are all of the sequence, and what is written is
+    cut off; else all of them follow that: what is new beside a mask of the whole, or the tokens of a decoder behind an
     encoder, of which no mask says anything.
 
     marked: see `num_marked`. length: of what is handed in and made.
