@@ -30,6 +30,7 @@ from autopar.ir.op_call import OpCall
 from autopar.ir.program import Program
 from autopar.ir.region import Annotated, NodeStrategy, Options, Region
 from autopar.ir.rule import Rule
+from autopar.ir.shown import shown_to
 from autopar.machine.hardware import Hardware
 from autopar.machine.mesh import Mesh
 from autopar.operators.rules.lookup import rules_for
@@ -60,7 +61,10 @@ def annotate(
     calls = {region.name: _calls(region) for region in program.regions}
     rules = iter(rules_for([call for own in calls.values() for call in own.values()]))
     ops = {name: {node: (call, next(rules)) for node, call in own.items()} for name, own in calls.items()}
-    regions = {region.name: replace(region, annotated=Annotated(ops[region.name])) for region in program.regions}
+    regions = {
+        region.name: replace(region, annotated=Annotated(ops[region.name]), shown=shown_to(program, region))
+        for region in program.regions
+    }
     program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
     if decided:
         return program

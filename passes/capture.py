@@ -158,7 +158,8 @@ def capture(
                     f"{type(model).__name__} asks in forward() how many rows a mask chooses, which values say",
                     remedy="count them by a tensor, mask.sum(), or choose them outside of forward()",
                 )
-    return replace(by_positions(program, model, inputs), training=training)
+    program = by_positions(program, model, inputs)
+    return replace(program, training=training, shown=caches.shown_among(inputs))
 
 
 def say_the_same(one: Program, other: Program) -> bool:

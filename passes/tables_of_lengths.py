@@ -93,7 +93,8 @@ def _rewritten(region: Region, read: list[str], model: str) -> Region:
 
 def _is_write(node: fx.Node) -> bool:
     """Whether new tokens are written into a cache there."""
-    return node.target is _aten.index_copy.default and node.args[1] == _LENGTH and len(shape_of(node)) == _LENGTH + 2
+    is_copy = node.target is _aten.index_copy.default and len(shape_of(node)) == _LENGTH + 2
+    return is_copy and argument(node, 1, "dim") in (_LENGTH, -2)
 
 
 def _read_at_the_end(node: fx.Node, lengths: set[int]) -> Any:

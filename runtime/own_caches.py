@@ -45,6 +45,10 @@ class Caches:
         """Whether the model gives a cache that it is not handed, where its configuration says so."""
         return self.maker is not None and caches.gives_cache(self.maker.model)
 
+    def counts_positions(self) -> bool:
+        """Whether the model counts positions that it is not handed from behind those of a cache."""
+        return self.maker is None or caches.counts_positions(self.maker.model)
+
     def is_driven(self) -> bool:
         """Whether `generate()` or `serve()` calls forward, which hand over all that a program takes."""
         return self._num_drivers > 0

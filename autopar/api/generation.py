@@ -43,6 +43,7 @@ from autopar.base.huggingface.generation import (
     outputs,
     vocabulary,
 )
+from autopar.base.huggingface.masks_of_generate import shown
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.decide import decide
@@ -91,6 +92,8 @@ def phase_inputs(model: nn.Module, generation: Generation, ways: int = 1) -> dic
         beams=generation.beams, chunk=generation.chunk, encoder=Unfilled,
     )  # fmt: skip
     assert short.shape[0] == generation.batch
+    first = 1 if has_encoder(model) else generation.prompt
+    caches.with_shown(found[1], shown(model, found[1], first, length))
     return dict(zip(PHASES, found, strict=False))
 
 

@@ -285,6 +285,14 @@ def _few_rows(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> fl
     return queries * local.get("r", 1.0) if queries <= FEW_QUERIES else 0.0
 
 
+def bytes_of_caches(call: OpCall, strategy: NodeStrategy, sizes: Sequence[int]) -> float:
+    """Of attention, the local bytes of keys and values, and of their scales where they are codes."""
+    given = zip(call.operands, strategy.operands, strict=True)
+    keys = call.operands[1].shape[2]
+    kept = [(spec, layout) for spec, layout in list(given)[1:] if len(spec.shape) == 4 and spec.shape[2] == keys]
+    return sum(_bytes_of([spec for spec, _ in kept], [layout for _, layout in kept], sizes))
+
+
 def _attention_variant(call: OpCall) -> str:
     """What may keep it from a library's kernel (operators/scaled_dot_product.py), the dearest first."""
     for name, option in (("softcap", "softcap"), ("dropout", "dropout_p")):

@@ -11,6 +11,7 @@ from autopar.cost.fusion import fused_seconds
 from autopar.cost.local_work import local_work
 from autopar.cost.prompts import prompt_seconds
 from autopar.cost.roofline import Work, compute_time_s
+from autopar.cost.windows import window_seconds
 from autopar.ir.op_call import OpCall
 from autopar.ir.region import NodeStrategy, Region
 from autopar.ir.rule import Rule
@@ -68,7 +69,8 @@ def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh)
 def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
     """Seconds that each operator of a placed region computes. Where the hardware's regions are compiled, operators that
     become one kernel share its time (`autopar.fusion`); of an engine, products read weights that are codes as they are
-    (`autopar.cost.coded`), and prompts see what is before them (`autopar.cost.prompts`).
+    (`autopar.cost.coded`), and prompts see what is before them (`autopar.cost.prompts`). On CUDA a token's attention
+    reads the positions that its mask shows (`autopar.cost.windows`).
     """
     alone = _alone(region, mesh)
 
@@ -80,6 +82,8 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
 
     if mesh.hardware.engine:
         alone |= coded_seconds(region, mesh, work, seconds)
+    if mesh.hardware.device == "cuda":
+        alone |= window_seconds(region, mesh.sizes, work, seconds)
     if mesh.hardware.whole_prompts:
         alone |= prompt_seconds(region, work, seconds)
     return fused_seconds(region, alone, work, seconds, mesh.sizes) if mesh.hardware.compiled else alone

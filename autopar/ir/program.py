@@ -95,6 +95,8 @@ class Program:
     told: of Python's numbers that differ from step to step; known where it was traced.
     together: how many microbatches go through the program at once, each with ports of its own; single: then the placed
     program of one of them.
+    shown: masks among the inputs, by name -> how many positions of a cache they show a token on the average, where they
+    show fewer than are written.
     attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
     """
 
@@ -125,6 +127,7 @@ class Program:
     attention: tuple[AttentionSite, ...] = ()
     folded: tuple[Folded, ...] = ()
     by_value: tuple[str, ...] = ()
+    shown: Mapping[str, float] = field(default_factory=dict)
     granted: tuple[str, ...] = ()
     branches: tuple[Branch, ...] = ()
     carried: tuple[Carried, ...] = ()

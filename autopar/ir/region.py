@@ -110,7 +110,8 @@ class Region:
     line is that of their caller. annotated, placed: what these phases found, whole or not
     there. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`;
     where a pipeline wants them, `backward_input` and `backward_weight` too, which together do what `backward` does
-    (autopar/passes/halves.py).
+    (autopar/passes/halves.py). shown: of each input that is a mask of which `Program.shown` knows it, how many
+    positions a query is shown in each call (inf: all); from `annotate` on, nothing where no mask is known.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Region:
     placed: Placed | None = None
     transfers: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
     lowered: Mapping[str, LoweredFunction] = field(default_factory=dict)
+    shown: tuple[tuple[float, ...], ...] = ()
 
     @property
     def uses_dropout(self) -> bool:

@@ -108,7 +108,7 @@ def without_graph(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The batch as planning needs it: inputs whose gradients are wanted are leaves that say so, of no other graph."""
     leaves, spec = tracing.tree_flatten(dict(inputs))
     found: dict[str, Any] = tracing.tree_unflatten([_without_graph(leaf) for leaf in leaves], spec)
-    return found
+    return caches.with_shown(found, caches.shown_among(inputs))
 
 
 def _without_graph(leaf: Any) -> Any:
@@ -124,10 +124,10 @@ def _without_graph(leaf: Any) -> Any:
 def kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The batch without its values, to plan for it once more."""
     leaves, spec = tracing.tree_flatten(dict(inputs))
-    found: Mapping[str, Any] = tracing.tree_unflatten(
+    found: dict[str, Any] = tracing.tree_unflatten(
         [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
     )
-    return found
+    return caches.with_shown(found, caches.shown_among(inputs))
 
 
 def wanted_in(inputs: Mapping[str, Any]) -> frozenset[str]:

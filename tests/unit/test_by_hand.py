@@ -48,6 +48,9 @@ class _Engine:
     def gives_cache(self) -> bool:
         return caches.gives_cache(self.on_meta)
 
+    def counts_positions(self) -> bool:
+        return caches.counts_positions(self.on_meta)
+
     def is_driven(self) -> bool:
         return self.driven
 
@@ -79,6 +82,10 @@ def _model(name: str = "llama") -> Any:
     if name == "t5":
         config = transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         return transformers.T5ForConditionalGeneration(config).double().eval()
+    if name == "bamba":
+        sizes |= {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_chunk_size": 4}
+        config = transformers.BambaConfig(**sizes, num_key_value_heads=1, attn_layer_indices=[1])
+        return transformers.BambaForCausalLM(config).double().eval()
     if name == "roberta":
         config = transformers.RobertaConfig(**sizes, is_decoder=True, max_position_embeddings=24)
         return transformers.RobertaForCausalLM(config).double().eval()
@@ -105,7 +112,7 @@ def test_a_cache_has_no_more_room_than_a_model_has_positions() -> None:
         assert places(_Compiled(_model("roberta"))(IDS, use_cache=True).past_key_values, 0) == 24
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "roberta"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "roberta", "bamba"])
 @pytest.mark.parametrize("first", [{}, {"use_cache": True}])
 def test_a_loop_by_hand(name: str, first: dict[str, Any]) -> None:
     """Breaks if a call that was handed no cache leaves none, or one that nobody can go on with; if the cache that a
@@ -352,8 +359,10 @@ def test_generate_hands_over_what_it_made() -> None:
     cache = compiled.engine.new_cache(2, 8, None)
     with torch.no_grad():
         compiled(IDS, past_key_values=cache, use_cache=True)
-    assert set(compiled.engine.seen[-1]) == {"past_key_values", "use_cache"}
-    assert num_written(cache) == 5
+        assert set(compiled.engine.seen[-1]) == {"past_key_values", "use_cache"}
+        assert num_written(cache) == 5
+        compiled(IDS[:, :1], attention_mask=torch.ones(2, 6), past_key_values=cache, use_cache=True)
+    assert compiled.engine.seen[-1]["attention_mask"].shape == (2, 1, 1, 8)  # guidance by another prompt makes none
 
 
 @pytest.mark.parametrize(

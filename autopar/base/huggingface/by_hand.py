@@ -64,6 +64,10 @@ class Engine(Protocol):
         """Whether the model gives a cache that it is not handed, where its configuration says so."""
         ...
 
+    def counts_positions(self) -> bool:
+        """Whether the model counts positions that it is not handed from behind those of a cache."""
+        ...
+
     def is_driven(self) -> bool:
         """Whether `generate()` or `serve()` calls, which hand over all that a program takes."""
         ...
@@ -88,7 +92,9 @@ def with_caches(original: type) -> Callable[[Any, Engine, tuple[Any, ...], dict[
         except TypeError:  # which the engine says in its own words
             arguments = kwargs
         cache = arguments.get(name)
-        if engine.is_driven() and (is_cache(cache) or arguments.get("use_cache") is False):
+        is_made = is_cache(cache) and not _is_of_the_written(arguments, cache)
+        hands_over = is_made or arguments.get("use_cache") is False
+        if engine.is_driven() and hands_over:
             return _written(cache, engine.run(args, without_routers(model, kwargs)))
         if cache is None and not _wants_cache(model, arguments):
             return engine.run(args, kwargs)
@@ -96,6 +102,15 @@ def with_caches(original: type) -> Callable[[Any, Engine, tuple[Any, ...], dict[
         return call.without() if cache is None else call.following(cache)
 
     return forward
+
+
+def _is_of_the_written(given: Mapping[str, Any], cache: Any) -> bool:
+    """Whether the mask of a call is of positions that are written alone, as scripts have it, and what works within
+    `generate()` (guidance by another prompt): `generate()` itself makes masks as long as the cache.
+    """
+    mask = given.get("decoder_attention_mask" if hasattr(cache, "pair") else "attention_mask")
+    counts = cache.is_compileable and any(layout.kind in COUNTED for layout in cache.layouts())
+    return counts and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < places(cache, 0)
 
 
 def _named(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +273,8 @@ class _Call:
                 self._check_counts(cache)
                 given[name] = F.pad(mask, (0, max(0, places(cache, so_far) - mask.shape[1])))
                 return True
-            given["position_ids"] = torch.arange(written, so_far, device=device).expand(rows, -1).contiguous()
+            first = written if self.engine.counts_positions() else 0  # as the model has it on one device
+            given["position_ids"] = torch.arange(first, first + count, device=device).expand(rows, -1).contiguous()
         embeds = torch.empty(rows, count, 0, dtype=self.model.dtype, device=device)
         kinds = {key: given[key] for key in ("token_type_ids", "mm_token_type_ids") if given.get(key) is not None}
         found = self.masks(

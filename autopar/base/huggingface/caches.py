@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -68,6 +69,23 @@ def seen_by_block(layers: Mapping[int, Any]) -> Any:
 def layouts_among(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     """What caches keep beside tensors, which tells one program from another: whether a state was written."""
     return tuple(tuple(value.layouts()) for value in inputs.values() if is_cache(value))
+
+
+_SHOWN = "_autopar_shown"
+"""An attribute of a cache among the inputs that something is planned for: what masks show of it, by their names."""
+
+
+def with_shown(inputs: dict[str, Any], shown: Mapping[str, float]) -> dict[str, Any]:
+    """The inputs, with a note of how many positions masks among them show a token on the average, by their names."""
+    for name in sorted(states_among(inputs))[:1] if shown else ():
+        vars(inputs[name])[_SHOWN] = dict(shown)
+    return inputs
+
+
+def shown_among(inputs: Mapping[str, Any]) -> dict[str, float]:
+    """What is noted of masks among the inputs."""
+    return {name: few for cache in inputs.values() if is_cache(cache)
+            for name, few in vars(cache).get(_SHOWN, {}).items()}  # fmt: skip
 
 
 def check_cache(inputs: Mapping[str, Any]) -> None:
@@ -253,6 +271,8 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
             if type(layer).__name__ not in KINDS:
                 raise _refused(model, f"it keeps a {type(layer).__name__}", number)
         layers, crossing, given = probe.layers, [], {"input_ids": ids}
+        _counts[model] = False
+        _watch_counting(probe, model)
         if encoded is not None:
             behind = make(encoded.shape[1])
             probe, crossing = EncoderDecoderCache(probe, behind), behind.layers
@@ -266,6 +286,36 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
         else:
             return layers, crossing
     raise _refused(model, f"its forward() asks what is in tensors: {str(failed).splitlines()[0][:200]}") from failed
+
+
+_counts: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether models ask a cache how many positions it has."""
+
+
+def counts_positions(model: nn.Module) -> bool:
+    """Whether forward of a model, on meta, that is handed no positions counts them from behind those of its cache; else
+    it begins anew with each call.
+    """
+    if model not in _counts:
+        _written_layers(model, 1, None)
+    return _counts[model]
+
+
+def _watch_counting(cache: Any, model: nn.Module) -> None:
+    """Note whether a model's own code asks a cache of transformers how many positions it has, beside what makes masks
+    for it.
+    """
+    length = cache.get_seq_length
+
+    def get_seq_length(*args: Any, **kwargs: Any) -> Any:
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        _counts[model] = _counts[model] or asker not in _OF_MASKS
+        return length(*args, **kwargs)
+
+    cache.get_seq_length = get_seq_length
+
+
+_OF_MASKS = ("transformers.masking_utils", "transformers.cache_utils")
 
 
 def _refused(model: nn.Module, values: str, layer: int | None = None) -> AutoparError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.base.huggingface.caches import NAMES, called_without_data, name_of
+from autopar.base.huggingface.caches import NAMES, advanced, called_without_data, name_of, of_call
 from autopar.base.huggingface.library import quiet
 from autopar.base.huggingface.masks import SPELLED_OUT, TOKENS
+from autopar.base.huggingface.reuse import num_written
 from autopar.base.huggingface.tiny import shrunk
 
+_WHOLE = 4
+"""Dims of a mask of each query and key."""
+_PROBES = 8
+"""Steps between the tokens whose masks are made to see what they show."""
 _SKIPPED = {
     "full_attention": "create_causal_mask", "sliding_attention": "create_sliding_window_causal_mask",
     "chunked_attention": "create_chunked_causal_mask",
@@ -170,3 +175,30 @@ def _reads_rows(model: type, config: Any) -> bool:
 
     whole = torch.ones(1, 1, 1, length, dtype=torch.bool, device="meta")
     return not takes(whole) and takes(torch.ones(1, length, dtype=torch.long, device="meta"))
+
+
+def shown(model: Any, given: Mapping[str, Any], first: int, length: int) -> dict[str, float]:
+    """How many positions of a cache the masks of a call for one token show it, on the average of the tokens behind
+    `first` written positions up to the last of `length`, by the names of inputs; of masks that show fewer than are
+    written.
+
+    model: may be on meta. given: what `generate()` hands to forward for a token, with masks made by `spelled_out`.
+    """
+    _, cache = of_call(given)
+    own = cache.pair[0] if hasattr(cache, "pair") else cache
+    takes = "decoder_attention_mask" if hasattr(cache, "pair") else "attention_mask"
+    given_mask = given.get(takes)
+    masks = given_mask if isinstance(given_mask, dict) else {"": given_mask}
+    if not any(isinstance(x, Tensor) and x.dim() == _WHOLE for x in masks.values()):
+        return {}
+    create, embeds = spelled_out(type(model)), torch.empty(1, 1, 0, dtype=model.dtype)
+    counts: dict[str, float] = {}
+    tokens = sorted({round(first + (length - 1 - first) * n / _PROBES) for n in range(_PROBES + 1)})
+    for written in tokens:
+        at = advanced(own, written - num_written(own))
+        made = create(model, model.config, embeds, None, at, position_ids=torch.tensor([[written]]))
+        for kind, mask in (made if isinstance(made, dict) else {"": made}).items():
+            seen = written + 1 if mask is None else (mask if mask.dtype == torch.bool else mask == 0).sum(-1).max()
+            counts[kind] = counts.get(kind, 0.0) + float(seen) / len(tokens)
+    whole = sum(written + 1 for written in tokens) / len(tokens)
+    return {f"{takes}.{kind}" if kind else takes: few for kind, few in counts.items() if few < 0.999 * whole}
