@@ -45,7 +45,7 @@ def _input(program: Program, value: ValueRef) -> str:
         output = next(node for node in reversed(region.graph.nodes) if node.op == "output")
         given = placeholders(region.graph)
         source = origin(output.args[0][value.index])
-        place = given.index(source) - len(region.slots) if source in given else -1
+        place = next((at for at, node in enumerate(given) if node is source), -1) - len(region.slots)
         if not 0 <= place < len(call.arguments):
             return ""
         value = call.arguments[place]
