@@ -3,7 +3,8 @@
 Requires: phase `differentiated`.
 Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node, `Region.options` its
     strategies with their compute time, `Region.hints` the stripe counts (`outer` of `Shard`) that neighbours would
-    understand, beside 1, and, where axes may be zigzag, `Region.zigzags` those that may lie zigzag.
+    understand, beside 1, and, where axes may be zigzag, `Region.zigzags` those that may lie zigzag; `Region.rounds`
+    the operators that a loop repeats.
 
     qkv = linear(x, w); q, k, v = split(qkv, d)  →  qkv's last dim is (3 d): hint {3}, so w can be split by heads
     attention(q, …) knows where its queries lie  →  s may be zigzag in 2 stripes, and (b s), before it, in 2b
@@ -29,6 +30,7 @@ from autopar.ir.graphs import op_call, operands_of, source_of
 from autopar.ir.op_call import OpCall
 from autopar.ir.program import Program
 from autopar.ir.region import Annotated, NodeStrategy, Options, Region
+from autopar.ir.rounds import rounds_of
 from autopar.ir.rule import Rule
 from autopar.ir.shown import shown_to
 from autopar.machine.hardware import Hardware
@@ -76,7 +78,7 @@ def annotate(
     offered = [
         _Offered(size, axis in zigzag | sequence, axis in zigzag, parts.get(axis, 1)) for axis, size in mesh.axes
     ]
-    return program.with_regions({name: r.with_options(_options(r, mesh, offered)) for name, r in ready.items()})
+    return program.with_regions({name: _with_options(region, mesh, offered) for name, region in ready.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,13 @@ class _Offered:
     again: bool
     zigzag: bool
     parts: int = 1
+
+
+def _with_options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> Region:
+    options = _options(region, mesh, offered)
+    known = region.annotated
+    assert known is not None
+    return replace(region, annotated=replace(known, options=options, rounds=rounds_of(region, options)))
 
 
 def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[str, Options]:

@@ -71,13 +71,19 @@ def least_seconds(program: Program, computing_s: float, strategies: Sequence[Axi
 
     program: differentiated, and prepared for these strategies. computing_s: its `computing_seconds`.
     """
-    attention = 0.0
+    attention = least_in_attention(program, strategies, mesh)
+    return computing_s / mesh.num_devices + attention + _gradient_seconds(program, strategies, mesh)
+
+
+def least_in_attention(program: Program, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    """Of the attention of repeated blocks alone: computed, and what it reads and gives moved."""
+    found = 0.0
     for region in program.regions:
         times = program.num_calls(region.name) * program.microbatches
         for node in region.graph.nodes:
             if region.module and is_attention(node):
-                attention += _attention_seconds(op_call(node), strategies, mesh) * times
-    return computing_s / mesh.num_devices + attention + _gradient_seconds(program, strategies, mesh)
+                found += _attention_seconds(op_call(node), strategies, mesh) * times
+    return found
 
 
 def _attention_seconds(call: OpCall, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:

@@ -40,13 +40,15 @@ class Annotated:
     """What `annotate` finds out of a region's operators, by the names of their nodes.
 
     ops: the call and its rule. hints: factor (or, for placeholders, dim) -> stripe counts; zigzags: the same, of splits
-    that may be zigzag. options: every strategy that the mesh allows.
+    that may be zigzag. options: every strategy that the mesh allows. rounds: for operators of a loop's later
+    rounds, the one of the first (rounds.py).
     """
 
     ops: Mapping[str, tuple[OpCall, Rule]]
     hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     zigzags: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, Options] = field(default_factory=dict)
+    rounds: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class Region:
 
     @property
     def ops(self) -> Mapping[str, tuple[OpCall, Rule]]:
-        """The operators with their rules, from `annotate` on; so `hints`, `zigzags` and `options`."""
+        """The operators with their rules, from `annotate` on; so `hints`, `zigzags`, `options` and `rounds`."""
         return self._known.ops
 
     @property
@@ -158,6 +160,10 @@ class Region:
     @property
     def options(self) -> Mapping[str, Options]:
         return self._known.options
+
+    @property
+    def rounds(self) -> Mapping[str, str]:
+        return self._known.rounds
 
     @property
     def strategies(self) -> Mapping[str, NodeStrategy]:

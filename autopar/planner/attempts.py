@@ -34,7 +34,8 @@ names do not know:
    which `auto`'s own problem tells that it takes longer whatever is chosen (`passes/placement/least.py`),
 6. what splits the sequence by name, where the least it could take is less than the best step (and one of a family, as
    in 5; and no other way to meet in attention where what the first computes and moves outside of it takes longer, or
-   its step but for attention where parameters are kept alike, or where something else there forbids the split),
+   its step but for attention where parameters are kept alike, or where something else there forbids the split; and
+   none of which what does the same but for splitting the batch tells that it takes longer),
    recomputing more where memory is what it lacks; if one wins, `auto` itself on what that one's program is prepared for
    (heads repeated, sequences dealt zigzag).
 
@@ -56,10 +57,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.cost.context import has_attention, least_seconds
+from autopar.cost.context import has_attention, least_in_attention, least_seconds
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Mode
 from autopar.passes.placement.mixtures import has_experts
@@ -68,19 +69,23 @@ from autopar.planner.candidates import context_candidates, named_candidates
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
 from autopar.planner.shares import (
+    by_sequence_s,
     faster,
     is_priced,
     outside_s,
     prefetches,
+    seconds_in_experts,
     values_s,
     waited_for,
     without_attention_s,
 )
-from autopar.strategies.axis import AxisStrategy
+from autopar.planner.tried import Tried
+from autopar.strategies.axis import DDP, AxisStrategy
 from autopar.strategies.context import (
     Spread,
     but_for_attention,
     family_of,
+    of_rows,
     outside_attention,
     splits_of,
     splits_sequence,
@@ -126,58 +131,6 @@ step. Free to do otherwise, they gain about as much as placements are proven to.
 """
 PARTS = (1.0, 0.95, 0.9, 0.8)
 """Of the memory limit, what a named strategy under `auto` is placed within, until the step that is walked fits."""
-
-
-@dataclass(slots=True)
-class Tried:
-    """What came of the attempts so far.
-
-    best: of all plans, by the rule; plain: of those whose program is prepared as the strategies need; own: of the
-    request's own placements, by mode and spread. last: of the last attempt; None where it did not fit, error then says
-    why. errors: of the request's own attempts.
-    """
-
-    limit_bytes: float | None
-    best: tuple[Attempt, PlanRecord] | None = None
-    plain: tuple[Attempt, PlanRecord] | None = None
-    own: dict[tuple[Mode, Spread | None], PlanRecord] = field(default_factory=dict)
-    last: PlanRecord | None = None
-    error: AutoparError | None = None
-    errors: list[tuple[Attempt, DoesNotFit]] = field(default_factory=list)
-
-    @property
-    def step_s(self) -> float:
-        """Of the best plan; infinite without one."""
-        return math.inf if self.best is None else self.best[1].cost.step_time_s
-
-    def takes(self, attempt: Attempt, plan: PlanRecord) -> None:
-        """Keep the plan where the rule prefers it."""
-        self.last, self.error = plan, None
-        if attempt.memory_limit_bytes != self.limit_bytes:
-            return  # tells what could be had with all the memory there is
-        self.best = _preferred(self.best, (attempt, plan))
-        if attempt.spread is None:
-            self.plain = _preferred(self.plain, (attempt, plan))
-        if attempt.placed_by is None:
-            key = (attempt.rematerialize, attempt.spread)
-            self.own[key] = faster(self.own.get(key), plan) or plan
-
-    def fails(self, attempt: Attempt, error: AutoparError) -> None:
-        """Keep why nothing came of an attempt. What left memory out of it can be told nothing of less of it."""
-        self.last, self.error = None, error
-        if attempt.placed_by is None and not attempt.checks_limit and isinstance(error, DoesNotFit):
-            self.errors.append((attempt, error))
-
-    @property
-    def excluded(self) -> bool:
-        """Whether the last attempt's strategies exclude each other: it is not for want of memory that nothing came."""
-        return isinstance(self.error, DoesNotFit) and self.error.excluded
-
-    def reason(self) -> tuple[Attempt, DoesNotFit]:
-        """Why nothing fits: of the last mode what the first step that was walked takes; else the last."""
-        mode = self.errors[-1][0].rematerialize
-        walked = (each for each in self.errors if each[0].rematerialize == mode and each[1].ratio is not None)
-        return next(walked, self.errors[-1])
 
 
 Attempts = Generator[Attempt, None, PlanRecord | None]
@@ -350,7 +303,11 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
             if of_values_s > enough:
                 values[family] = of_values_s
             continue
-        if family in firsts and not (yield from _is_close(programs, strategies, firsts[family], modes[0], tried)):
+        if _experts_are_no_help(strategies, tried):
+            logger.info("%s cannot win by where experts are", [each.name for each in strategies])
+            continue
+        least_s, first = values.get(family, 0.0), firsts.get(family)
+        if first is not None and not (yield from _is_close(programs, strategies, first, least_s, modes[0], tried)):
             continue
         free = yield from _as_named(programs, strategies, modes, tried)
         if free is not None:
@@ -382,6 +339,7 @@ def _as_named(
         yield replace(attempt, memory_limit_bytes=None)
         free = tried.last
         first = first or free
+        tried.knows(strategies, free)
         if free is None or limit is None or free.cost.step_time_s >= before:
             return first  # the next mode computes more
         yield replace(attempt, checks_limit=True)
@@ -399,19 +357,36 @@ def _is_close(
     programs: Programs,
     strategies: tuple[AxisStrategy, ...],
     first: tuple[AxisStrategy, ...],
+    least_s: float,
     mode: Mode,
     tried: Tried,
 ) -> Generator[Attempt, None, bool]:
     """Whether strategies come close to the best step, memory aside, in the first mode where operators do as those of
-    `first` do, which differ from them in how parameters are kept. True where that cannot be told.
+    `first` do, which differ from them in how parameters are kept. True where that cannot be told. least_s: what these
+    compute and move of values.
     """
     alike = programs.placed_by(mode, first)
     if alike is None or programs.least_s(mode) >= tried.step_s:
         return True
+    if least_s >= CLOSE * tried.step_s:
+        return False
     yield replace(
         programs.asked, rematerialize=mode, placed_by=strategies, alike=alike, memory_limit_bytes=None, explain=False
     )
+    tried.knows(strategies, tried.last)
     return tried.last is None or tried.last.cost.step_time_s < CLOSE * tried.step_s
+
+
+def _experts_are_no_help(strategies: tuple[AxisStrategy, ...], tried: Tried) -> bool:
+    """Whether strategies that keep some experts on each rank take too long by what the same do where these ranks split
+    the batch alone: to send tokens comes on top, but for what experts compute there.
+    """
+    axes = [axis for axis, each in enumerate(strategies) if each.experts in ("whole", "exchange")]
+    splits = splits_of(strategies)
+    together = tried.named.get((*splits, *(DDP.experts if a in axes else e.experts for a, e in enumerate(strategies))))
+    if not axes or together is None:
+        return False
+    return values_s(together) - seconds_in_experts(together) > BEYOND * tried.step_s
 
 
 def _names_staged(programs: Programs, tried: Tried) -> Iterator[Attempt]:
@@ -451,6 +426,9 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
             if max(outside.get(others, 0.0), rest.get(kept, 0.0)) > OUTSIDE * tried.step_s:
                 logger.info("%s takes too long outside of attention", [each.name for each in strategies])
                 break
+            if _rows_are_better(programs, strategies, tried):
+                logger.info("%s cannot be faster than what splits the batch", [each.name for each in strategies])
+                break
             if programs.cannot_split(mode, strategies):
                 logger.info("%s cannot split the sequence", [each.name for each in strategies])
                 forbidden.add(others)
@@ -470,13 +448,19 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
         yield replace(asked, rematerialize=attempt.rematerialize, spread=attempt.spread, explain=False)
 
 
-def _preferred(
-    best: tuple[Attempt, PlanRecord] | None, other: tuple[Attempt, PlanRecord]
-) -> tuple[Attempt, PlanRecord]:
-    def key(made: tuple[Attempt, PlanRecord]) -> tuple[float, bool]:
-        return made[1].cost.step_time_s, made[0].placed_by is not None
-
-    return other if best is None or key(other) < key(best) else best
+def _rows_are_better(programs: Programs, strategies: tuple[AxisStrategy, ...], tried: Tried) -> bool:
+    """Whether strategies that split the sequence take longer than the best step, going by what the same do that split
+    the batch on their axes: outside of attention they have as much to compute and to move, but for what these leave
+    whole there.
+    """
+    axes = [axis for axis, each in enumerate(strategies) if splits_sequence(each)]
+    rows = tried.named.get(family_of(of_rows(strategies)))
+    if rows is None or programs.asked.pipeline is not None:
+        return False
+    mesh = programs.asked.mesh
+    program = programs.recomputing(rows.rematerialize, Spread.of(strategies, mesh))
+    in_attention_s = least_in_attention(program, strategies, mesh)
+    return by_sequence_s(rows, axes) + in_attention_s > tried.step_s
 
 
 def _limit_beside(plan: PlanRecord) -> float:

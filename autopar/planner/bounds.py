@@ -7,9 +7,9 @@ from dataclasses import replace
 from autopar.cost.beside import with_work_beside
 from autopar.passes.placement.choices import objective_of
 from autopar.passes.placement.variants import Variants
-from autopar.planner.attempts import Tried
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
+from autopar.planner.tried import Tried
 from autopar.solver.problem import relative_gap
 from autopar.strategies.names import AUTO
 from autopar.strategies.request import Attempt

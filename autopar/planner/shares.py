@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
+
 from torch import fx
 
 from autopar.cost.collectives import inside_row, num_calls, sends_values
 from autopar.cost.context import seconds_in_attention
+from autopar.cost.operator_time import region_seconds
 from autopar.cost.under_way import step_hidden_s
+from autopar.ir.graphs import is_attention
 from autopar.ir.program import Program
 from autopar.ir.sharding import Shard
 from autopar.passes.placement.context import values_of_attention
+from autopar.passes.placement.mixtures import is_experts
 from autopar.planner.plan.record import PlanRecord
 
 OF_PARAMETERS = ("gather parameter", "reduce gradient")
@@ -46,6 +53,43 @@ def without_attention_s(plan: PlanRecord) -> float:
     moved_s = sum(row.seconds for row in plan.collectives) - transfers_s - _moved_outside_s(plan.program)
     could_hide_s = max(0.0, min(plan.cost.compute_s, transfers_s) - plan.cost.hidden_s)
     return plan.cost.step_time_s - seconds_in_attention(plan.program) - moved_s - could_hide_s
+
+
+def by_sequence_s(plan: PlanRecord, axes: Sequence[int]) -> float:
+    """Less than is left of a step outside of attention where these axes split the sequence instead of the batch, as
+    they do here: operators that they leave whole are computed in pieces, and none of their values is moved over them.
+    All else is as much of the work. Nothing over the stages of a pipeline.
+    """
+    if plan.pipeline is not None:
+        return 0.0
+    assert plan.program is not None
+    program, saved_s = plan.program, 0.0
+    mesh = program.on_mesh
+    for region in program.regions:
+        times = num_calls(program, region.name) * program.microbatches
+        seconds = region_seconds(region, mesh) if times else {}
+        attention = {node.name for node in region.graph.nodes if region.module and is_attention(node)}
+        for name, own_s in seconds.items():
+            choices = region.strategies[name].choices
+            left = math.prod(mesh.sizes[axis] for axis in axes if choices[axis].kind == "none")
+            saved_s += times * own_s * (1 - 1 / left) if name not in attention else 0.0
+    names = {mesh.axis_names[axis] for axis in axes}
+    rows = (row for row in plan.collectives if row.why not in OF_PARAMETERS)
+    saved_s += sum(row.seconds for row in rows if not names.isdisjoint(re.split(r"\W+", row.axis)))
+    return plan.cost.step_time_s - seconds_in_attention(program) - saved_s
+
+
+def seconds_in_experts(plan: PlanRecord) -> float:
+    """Seconds that experts of mixtures compute."""
+    assert plan.program is not None
+    program, found = plan.program, 0.0
+    for region in program.regions:
+        experts = {node.name for node in region.graph.nodes if is_experts(node)}
+        if experts:
+            times = num_calls(program, region.name) * program.microbatches
+            seconds = region_seconds(region, program.on_mesh)
+            found += times * sum(seconds[name] for name in experts if name in seconds)
+    return found
 
 
 def _moved_outside_s(program: Program) -> float:

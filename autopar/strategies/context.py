@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
-from autopar.strategies.axis import ANY_COLLECTIVE, AUTO, TENSOR, TENSOR_SEQUENCE, AxisStrategy
+from autopar.strategies.axis import ANY_COLLECTIVE, AUTO, DDP, TENSOR, TENSOR_SEQUENCE, AxisStrategy
 
 ULYSSES = AxisStrategy(
     "ulysses",
@@ -134,6 +134,11 @@ def splits_of(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
 def family_of(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
     """What the axes do to values, and to experts; strategies that differ in how parameters are kept have the same."""
     return (*splits_of(strategies), *(each.experts for each in strategies))
+
+
+def of_rows(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
+    """The same, with the batch split where the sequence is."""
+    return tuple(DDP if splits_sequence(each) else each for each in strategies)
 
 
 def outside_attention(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:

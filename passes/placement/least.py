@@ -14,6 +14,7 @@ over it; where each way to keep a parameter is in pieces, one is gathered. A ste
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,8 +82,10 @@ class Least:
         )
         gradients = {slot.gradient for slot in built.slots.values()}
         relays = {index for index, _ in built.relays.values()}
-        self._makers = {link.v: link for link in built.links if link.v in gradients or link.v in relays}
-        """Of gradients and of relays: what makes what they are of."""
+        makers = [link for link in built.links if link.v in gradients or link.v in relays]
+        several = Counter(link.v for link in makers)
+        self._makers = {link.v: link for link in makers if several[link.v] == 1}
+        """Of gradients and of relays: what makes what they are of, where that is one alone."""
         self._lower = Lower([len(node.costs) for node in nodes], [_ends(link) for link in self.links])
         self._asked: tuple[object, np.ndarray] | None = None
         sizes = [len(link.sources.distinct) * len(link.targets.distinct) for link in self.links]

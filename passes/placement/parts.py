@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,9 +59,22 @@ class Link(NamedTuple):
     region: str
 
 
+@dataclass(slots=True)
+class Joined:
+    """What several rounds of a loop have alike: the numbers of its link and of its edge (-1: it costs nothing), how
+    often the first of them moves it, and how often all.
+    """
+
+    link: int
+    edge: int
+    first: float
+    times: float
+
+
 class Parts:
     """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`; overlap_price,
-    gathered, excused, facts: of `build_problem`.
+    gathered, excused, facts: of `build_problem`. looped: nodes that stand for all rounds of a loop; joined: what lies
+    between them and others.
     """
 
     def __init__(
@@ -118,6 +131,11 @@ class Parts:
         self.gathered_values: set[tuple[str, str]] = set()
         self.near_attention: dict[str, frozenset[str]] = {}
         self.keys: dict[str, dict[fx.Node, Key]] = {}
+        self.firsts: dict[tuple[str, str], str] = {}
+        self.repeated = set[tuple[str, str]]()
+        self.relayed: dict[tuple[object, ...], int] = {}
+        self.looped = set[int]()
+        self.joined: dict[tuple[object, ...], Joined] = {}
         self._holders: dict[str, list[fx.Node]] = {}
         self.aliases: set[fx.Node] = self._fact(("aliases",), lambda: _aliases(program))
         self.kept_views: dict[fx.Node, frozenset[str]] = self._fact(
@@ -136,6 +154,11 @@ class Parts:
         self.descriptions.append(description)
         return len(self.nodes) - 1
 
+    def _add_round(self, index: int, costs: Sequence[float] | np.ndarray, usages: Sequence[Usage]) -> None:
+        """Add what a further round takes to the node of the first."""
+        node = self.nodes[index]
+        self.nodes[index] = replace(node, costs=node.costs + costs, usages=(*node.usages, *usages))
+
     def _edge(
         self,
         u: int,
@@ -150,10 +173,26 @@ class Parts:
     ) -> None:
         """costs: what the moves between the two may be; None: anything, in buckets. price: what a second counts."""
         leave = self.leaves.get(id(costs), "")
-        self.links.append(Link(u, sources, v, targets, type_, times, leave, region))
+        key = (u, id(sources), v, id(targets), type_.num_bytes, type_.is_float, id(costs), price)
+        if key in self.joined:
+            self.joined[key].times += times
+            return
         matrix = (costs or self.bucketed).costing(type_, sources.distinct, targets.distinct, free=costs is None)
+        if u in self.looped or v in self.looped:
+            self.joined[key] = Joined(len(self.links), len(self.edges) if matrix is not None else -1, times, times)
+        self.links.append(Link(u, sources, v, targets, type_, times, leave, region))
         if matrix is not None:
             self.edges.append(Edge(u, v, sources.number, targets.number, _priced(matrix, times, price)))
+
+    def _join_rounds(self) -> None:
+        """Count what rounds of loops have alike as often as it is moved in all of them."""
+        for each in self.joined.values():
+            if each.times == each.first:
+                continue
+            self.links[each.link] = self.links[each.link]._replace(times=each.times)
+            if each.edge >= 0:
+                costs = self.edges[each.edge].costs * (each.times / each.first)
+                self.edges[each.edge] = self.edges[each.edge]._replace(costs=costs)
 
     def reduction_seconds(self, link: Link, price: float) -> np.ndarray:
         """Of what reduces a gradient, where that takes any: from layout to layout."""

@@ -180,6 +180,7 @@ class _Builder(ValueClasses, Parameters):
                 if node.name in region.ops:
                     self._add_operator(region, node, times, copies)
             self._add_results(region)
+        self._join_rounds()
         limit = memory_limit_bytes
         problem = AssignmentProblem(tuple(self.nodes), tuple(self.edges), limit)
         return PlacementProblem(
@@ -193,9 +194,16 @@ class _Builder(ValueClasses, Parameters):
         strategies = options.strategies
         costs = [times * seconds for seconds in options.seconds]
         usages = self._operator_usages(region, node, options, copies)
-        label = f"{region.name}.{node.name}"
-        said, origin = operator_word(name_of(node.target).split(".")[1]), region.origins.get(node.name, "")
-        index = self._node(label, costs, usages, f"{said} in {origin or region.module or region.name}")
+        first = self.firsts.get((region.name, node.name))
+        if first is not None:
+            index = self.operators[region.name, first][0]
+            self._add_round(index, costs, usages)
+        else:
+            label = f"{region.name}.{node.name}"
+            said, origin = operator_word(name_of(node.target).split(".")[1]), region.origins.get(node.name, "")
+            index = self._node(label, costs, usages, f"{said} in {origin or region.module or region.name}")
+            if (region.name, node.name) in self.repeated:
+                self.looped.add(index)
         self.operators[(region.name, node.name)] = (index, strategies)
         moves = self.gathering if (region.name, node.name) in self.gathered else None
         specs = region.ops[node.name][0].operands
@@ -263,7 +271,7 @@ class _Builder(ValueClasses, Parameters):
         """Which shardings every reader of a value may want it in."""
         for node in region.graph.nodes:
             if node.name in region.ops:
-                options = self.options[region.name, node.name] = self._options(region, node)
+                options = self._options_in_rounds(region, node)
                 for position, source in enumerate(operands_of(node)):
                     wanted = columns.operand(options, position)
                     self.wanted.setdefault((region.name, value_name(source)), []).append(wanted)
@@ -272,6 +280,17 @@ class _Builder(ValueClasses, Parameters):
         output = next(node for node in region.graph.nodes if node.op == "output")
         for value, key in zip(output.args[0], result_keys(region), strict=False):
             self.wanted.setdefault((region.name, value_name(value)), []).append(self._column_of(key))
+
+    def _options_in_rounds(self, region: Region, node: fx.Node) -> Options:
+        """As `_options`; of a later round of a loop the first one's own, where it may do the same."""
+        name, options = (region.name, node.name), self._options(region, node)
+        first = region.rounds.get(node.name)
+        if first is not None and self.options[region.name, first] == options:
+            self.firsts[name] = first
+            self.repeated.add((region.name, first))
+            options = self.options[region.name, first]
+        self.options[name] = options
+        return options
 
     def _column_of(self, key: Key) -> Column:
         """How what a region returns may leave it: a value, or a parameter's gradient."""
@@ -341,10 +360,20 @@ class _Builder(ValueClasses, Parameters):
         # A hair dearer where it is larger: of equal plans the one that keeps less.
         costs = 1e-18 * type_.num_bytes / column.pieces(self.sizes)
         usages = self._relay_usages(region, source, type_, column)
-        label = f"{region.name}.{key[1]}"
-        index = self._node(f"relay:{label}", costs, usages, f"{label} as its readers want it")
-        self.relays[key] = (index, layouts)
         maker, made = self._maker(region, source)
+        alike = (maker, id(made), layouts)
+        if alike in self.relayed:
+            index = self.relayed[alike]
+            self._add_round(index, costs, usages)
+            column = self.columns["relay", key] = self.columns["relay", index]
+        else:
+            label = f"{region.name}.{key[1]}"
+            index = self._node(f"relay:{label}", costs, usages, f"{label} as its readers want it")
+        if maker in self.looped:
+            self.relayed[alike] = index
+            self.columns["relay", index] = column
+            self.looped.add(index)
+        self.relays[key] = (index, layouts)
         moves = self.gathering if key in self.gathered_values else self._costs_of(region, source)
         self._edge(maker, made, index, column, type_, times, moves, region=region.name)
         return index, column

@@ -11,7 +11,8 @@ from torch import nn
 
 from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
-from autopar.planner.attempts import Tried, attempts, tried_for
+from autopar.planner.attempts import attempts, tried_for
+from autopar.planner.tried import Tried
 from autopar.strategies.names import Strategy, resolve
 from autopar.strategies.request import Attempt
 
@@ -32,8 +33,8 @@ def plan(
 ) -> Any:
     """What the loop reads of a plan."""
     rows = [
-        SimpleNamespace(kind="all_gather", why="gather parameter", seconds=waited_s),
-        SimpleNamespace(kind="all_reduce", why="sum", seconds=moved_s),
+        SimpleNamespace(kind="all_gather", why="gather parameter", seconds=waited_s, axis="dp"),
+        SimpleNamespace(kind="all_reduce", why="sum", seconds=moved_s, axis="dp"),
     ]
     return SimpleNamespace(
         cost=SimpleNamespace(
@@ -42,10 +43,11 @@ def plan(
         ),
         solved=SimpleNamespace(memory_price_s_per_byte=price, overlap_price=1.0),
         program=SimpleNamespace(
-            overlap=SimpleNamespace(prefetch=prefetch), regions=(),
+            overlap=SimpleNamespace(prefetch=prefetch), regions=(), on_mesh=MESH,
             result=SimpleNamespace(priced_s=priced_s, memory_price_s_per_byte=price),
         ),
         collectives=rows, pipeline=None, memory_limit_bytes=LIMIT, strategy="auto", mesh=MESH,
+        rematerialize="none",
     )  # fmt: skip
 
 

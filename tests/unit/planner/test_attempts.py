@@ -420,6 +420,51 @@ def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
     assert context_names(programs) == tried
 
 
+@pytest.mark.parametrize(
+    ("attention_s", "moved_s", "tried"),
+    [
+        (1.5, 0.0, []),  # a ring takes longer than what it saves
+        (0.9, 0.0, [("ring", "tensor")]),
+        (1.5, 0.6, [("ring", "tensor")]),  # what splits the batch moves values over that axis, which a ring may not
+    ],
+)
+def test_what_splits_the_sequence_is_not_tried_where_splitting_the_batch_says_that_it_takes_longer(
+    attention_s: float, moved_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if a ring is placed that takes longer than the best step outside of attention alone, or is left out though
+    it may be spared what is moved for want of rows; or if its attention is not counted.
+    """
+    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
+    monkeypatch.setattr(module, "least_in_attention", lambda *given: attention_s)
+    monkeypatch.setattr(shares, "seconds_in_attention", lambda program: 1.0)
+    rows, ring = (resolve(dict(zip(MESH.axis_names, each)), MESH) for each in (("ddp", "tensor"), ("ring", "tensor")))
+    monkeypatch.setattr(module, "context_candidates", lambda *given, **more: [ring])
+    programs = Recomputing(lambda attempt: plan(9.0 if attempt.placed_by else 2.0), traced=SimpleNamespace(states={}))
+
+    def after(programs: Any, modes: Sequence[Mode], tried: Tried) -> Any:
+        tried.takes(programs.asked, plan(2.0))
+        tried.knows(rows, plan(1.6, moved_s=moved_s))
+        tried.knows(rows, plan(3.0))  # the fastest of them tells
+        yield from module._contexts(programs, modes, tried)
+
+    run(programs, after)
+    assert context_names(programs) == tried
+
+
+def test_tokens_are_not_sent_where_what_sends_none_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if experts on some ranks each are tried where splitting the batch there takes longer by all that is not
+    theirs; or are not where theirs is what takes long.
+    """
+    together, apart = (resolve({"dp": each, "tp": "tensor"}, MESH) for each in ("ddp", "expert"))
+    tried = Tried(100.0)
+    tried.takes(Scripted(lambda attempt: plan(2.0)).asked, plan(2.0))
+    assert not module._experts_are_no_help(apart, tried)  # nothing is known
+    tried.knows(together, plan(3.0, compute_s=1.0, moved_s=BEYOND * 2.0 - 0.9))
+    assert module._experts_are_no_help(apart, tried) and not module._experts_are_no_help(together, tried)
+    monkeypatch.setattr(module, "seconds_in_experts", lambda plan: 0.5)
+    assert not module._experts_are_no_help(apart, tried)
+
+
 @pytest.mark.parametrize(("outside", "known", "times"), [(True, False, 1), (False, False, 3), (False, True, 0)])
 def test_what_no_way_to_meet_in_attention_can_mend_is_tried_once(
     outside: bool, known: bool, times: int, monkeypatch: pytest.MonkeyPatch
