@@ -38,10 +38,10 @@ from autopar.passes.usual import MOST_ROUNDS, Usual, line_of
 
 WAYS = "_autopar_ways"
 """The attribute of a model that holds which ways its first branches go."""
-MOST_ASKED = 128
+MOST_ASKED = 512
 """Branches of one program."""
 MOST_OF_A_LINE = 8
-"""Branches of one program at one line, where they do not end a loop."""
+"""Branches of one program at one line of one module, where they do not end a loop."""
 _FINITE = (0.0, 1.0, 0.37, -2.1, 50.0)
 """Numbers of which a question is asked that minds only whether they are finite."""
 
@@ -85,7 +85,7 @@ class Branches(TorchFunctionMode):
         self._known: dict[fx.Node, Tensor] = {}
         self._buffers: set[fx.Node] = set()
         self._same: list[Tensor | None] = []
-        self._asked = Counter[str]()
+        self._asked = Counter[tuple[str, int]]()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -140,8 +140,9 @@ class Branches(TorchFunctionMode):
         if not self._tells:
             return None
         going_on = _goes_on(frame)
-        self._asked[line] += 1
-        if going_on is None and finite is None and self._asked[line] > MOST_OF_A_LINE:
+        place = line, id(_module_of(frame))
+        self._asked[place] += 1
+        if going_on is None and finite is None and self._asked[place] > MOST_OF_A_LINE:
             return None  # of each token, or each row: no two batches would go the same ways
         if self._is_drawn(asked):
             raise AutoparError(
@@ -149,7 +150,7 @@ class Branches(TorchFunctionMode):
                 where=line,
                 remedy="do both and choose: keep = (torch.rand(()) >= p).to(x.dtype); x = x + keep * (layer(x) - x)",
             )
-        goes_on = bool(going_on) == (self._asked[line] <= MOST_ROUNDS)
+        goes_on = bool(going_on) == (self._asked[place] <= MOST_ROUNDS)
         usual = (x for x in (self._as_now(asked), finite, goes_on) if x is not None)
         way = self._ways[number] if number < len(self._ways) else next(usual)
         self._same.append(((asked != 0) == way).reshape(()))
@@ -189,6 +190,13 @@ class Branches(TorchFunctionMode):
             first = first + alive.to(torch.int64)
         granted = len(self._same) - 1 - len(rest)
         return first + granted if granted else first
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """The module whose method a frame runs: a line that each of many modules has is none that is met for each row."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    found = frame.f_locals.get(names[0]) if names else None
+    return found if isinstance(found, nn.Module) else None
 
 
 _COMPARING = frozenset(

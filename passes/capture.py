@@ -61,6 +61,7 @@ from autopar.passes.packed import Packed
 from autopar.passes.plain_reads import PlainReads
 from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
+from autopar.passes.reassigned import Reassigned
 from autopar.passes.recurrent import Packs
 from autopar.passes.tables_of_lengths import by_positions
 from autopar.passes.told import Telling, rows_among, start_of, with_told
@@ -211,7 +212,7 @@ def _with_repeated_blocks(
             kept = Kept(clone, (), watched)
             telling = Telling(clone, values_of(model), start, start.wanted, numbers, rows)
             carries = Carries(clone, numbers, (), telling.made)
-            clone.forward = kept.within(counted.within(clone.forward))
+            clone.forward = kept.within(counted.within(Reassigned(clone).within(clone.forward)))
             clone.forward = carries.within(clone.forward) if carries_values else clone.forward
             clone.forward = Ragged(numbers).within(telling.within(clone.forward))
             watching = blocks.watched(clone, telling.heard)
@@ -281,7 +282,7 @@ def _whole(
             put_buffer(clone, BUFFER, wanted.length, mode)
         telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
         carries = Carries(clone, numbers, wanted.held, telling.made)
-        clone.forward = kept.within(counted.within(clone.forward))
+        clone.forward = kept.within(counted.within(Reassigned(clone).within(clone.forward)))
         clone.forward = telling.within(carries.within(clone.forward) if may_carry else clone.forward, carries)
         clone.forward = compat.uncompiled()(clone.forward) if as_eager else clone.forward
         clone.forward = _given(known, chosen, usual.guarding(clone), clone, held if knows_made and not values else {})

@@ -70,8 +70,8 @@ class ChecksPass(TorchFunctionMode):
         self._rebound = Rebound()
 
     def _in_place(self, value: Any) -> Any:
-        """A value as an argument: what the trace has of a tensor of the model's."""
-        if isinstance(value, torch.Tensor) and id(value) in self._held:
+        """A value as an argument: what the trace has of a tensor of the model's, unless it has that tensor itself."""
+        if isinstance(value, torch.Tensor) and id(value) in self._held and compat.node_of(value) is None:
             _, module, name = self._held[id(value)]
             return module._parameters.get(name, module._buffers.get(name))
         return type(value)(map(self._in_place, value)) if type(value) in (list, tuple) else value

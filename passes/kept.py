@@ -145,16 +145,19 @@ class Kept:
         if not is_number and not any(isinstance(x, Tensor) and self._is_of_the_batch(x) for x in leaves):
             return
         full = f"{path}.{name}" if path else name
-        line = _line_that_goes_by(self._model, name, is_number)
+        line = line_that_goes_by(self._model, name, is_number)
         if line is not None and type(was) in _NUMBERS and isinstance(value, Tensor) and value.numel() == 1:
             raise _told_needed([Held(path, name)], "an attribute in Python", line)
         if is_number and _is_counted(self._model, name):
             raise _told_needed([Held(path, name)], "an attribute in Python", line)
         error, held = AutoparError, Held(path, name)
-        if self._watched is not None and not is_number:
+        of_inputs = was is None and any(isinstance(x, Tensor) and is_of_inputs(self._model, x) for x in leaves)
+        if line is None and of_inputs and (kept := line_that_keeps(self._model, name)) is not None:
+            line = kept
+        elif self._watched is not None and not is_number:
             if held in self._watched:
-                line = _line_that_reads(self._model, name) if held in self._read else None
-            elif line is not None or _line_that_reads(self._model, name) is not None:
+                line = line_that_reads(self._model, name) if held in self._read else None
+            elif line is not None or line_that_reads(self._model, name) is not None:
                 others = (at for at, module in modules_of(self._model, "") if name in vars(module))
                 self._watched |= {held, *(Held(at, name) for at in others)}
                 error, line = Unwatched, line or ""
@@ -197,6 +200,18 @@ class Kept:
         made = compat.made_with(compat.node_of(value), buffers)
         return any(node.op == "placeholder" and node not in buffers for node in made)
 
+
+def is_of_inputs(model: nn.Module, value: Tensor) -> bool:
+    """Whether a traced tensor's values are made of inputs of the model, of which not only shape and dtype are asked."""
+    last = compat.node_of(value)
+    held = {compat.node_of(each) for each in (*model.buffers(), *model.parameters())} - {last}
+    of_shapes = set[Any]() if last is None else {n for n in last.graph.nodes if str(n.target).startswith(_OF_SHAPES)}
+    made = compat.made_with(last, held | of_shapes)
+    return any(node.op == "placeholder" and node not in held for node in made)
+
+
+_OF_SHAPES = ("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.new_")
+"""Operators that ask of a tensor its shape and dtype alone: `zeros_like`, `new_zeros`; those that draw are not here."""
 
 OWN = ("_parameters", "_buffers", "_modules", "training")
 _HOLDING = (dict, list, defaultdict, Counter, OrderedDict)
@@ -263,7 +278,7 @@ def _is_set_by(source: Source, node: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in targets)
 
 
-def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | None:
+def line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | None:
     """A line of forward, or of what it calls, in which an attribute is what the last step made it; None if there is
     none. Only changes that go on are meant: a number that is counted on, a tensor that is read before it is set.
     """
@@ -280,7 +295,7 @@ def _line_that_goes_by(model: nn.Module, name: str, is_number: bool) -> str | No
     return next(iter(lines), None)
 
 
-def _line_that_reads(model: nn.Module, name: str) -> str | None:
+def line_that_reads(model: nn.Module, name: str) -> str | None:
     """A line of forward, or of what it calls, that reads an attribute which nobody sets where it is not yet."""
     found = [(code, source, _Uses.of(source.tree, name)) for code, source in called(model)]
     if any(
@@ -294,6 +309,17 @@ def _line_that_reads(model: nn.Module, name: str) -> str | None:
         if not _is_compared_to_none(source.parents[node])
     ]
     return next(iter(lines), None)
+
+
+def line_that_keeps(model: nn.Module, name: str) -> str | None:
+    """A line that sets an attribute once, where a test of it says so: `if self.mean is None: self.mean = …`."""
+    found = [(code, source, _Uses.of(source.tree, name)) for code, source in called(model)]
+    sets = [
+        (place_in(code, each), any(node in uses.reads for node in _tests_around(each, source)))
+        for code, source, uses in found
+        for each in uses.sets
+    ]
+    return sets[0][0] if sets and all(is_once for _, is_once in sets) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +411,7 @@ def may_go_by(model: nn.Module) -> set[Held]:
         return set()
     names, codes = {name for _, name in held}, _codes(model)
     given = {name for code in codes for name in names.intersection(code.co_names) if _stores(code, name)}
-    gone_by = {name for name in given if _line_that_goes_by(model, name, False) or _line_that_reads(model, name)}
+    gone_by = {name for name in given if line_that_goes_by(model, name, False) or line_that_reads(model, name)}
     return {Held(path, name) for path, name in held if name in gone_by}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -64,7 +65,10 @@ def compare(
     for name, want, have in zip(program.output_names, outputs, found.outputs, strict=True):
         rows.append(comparison(name, want, have, rtol, atol, 0.0))
     for name, want in updates.items():
-        rows.append(comparison(f"buffer {name}", want, found.updates[name], rtol, atol, 0.0))
+        if name in found.updates:
+            rows.append(comparison(f"buffer {name}", want, found.updates[name], rtol, atol, 0.0))
+        else:  # the program leaves it as it was
+            rows.append(Comparison(f"buffer {name}", math.inf, False))
     if not program.training:
         return rows
     total = _norm(list(gradients.values()))

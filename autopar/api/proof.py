@@ -319,7 +319,8 @@ def expected(
     dtype: torch.dtype,
     source: str = "",
 ) -> Expected:
-    """What the eager model gives: outputs, gradients, and the buffers as it leaves them.
+    """What the eager model gives: outputs, gradients, and the buffers as it leaves them: those that the program says it
+    changes, and all others that are not what they were.
 
     Where it draws random numbers, it gets those that the program draws (`draws.py`). Which rows a microbatch has, and
     so what it draws, is decided when the program is lowered: for microbatches that draw it has to be, with its
@@ -327,6 +328,8 @@ def expected(
     """
     assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
     model.zero_grad()
+    changed = {name for name, _ in program.updates}
+    others = {name: x.detach().clone() for name, x in model.named_buffers() if name not in changed}
     wanted = {name: tensors[name].detach().clone().requires_grad_() for name in sorted(program.wanted)}
     if wanted:
         inputs, tensors = _with(inputs, wanted), {**tensors, **wanted}
@@ -341,8 +344,14 @@ def expected(
         grads = {n: grads[n] for n, p in model.named_parameters() if p.requires_grad or p.grad is not None}
         grads |= {gradient_key(n): torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    updates = {name: held[name].detach().clone() for name, _ in program.updates}
+    changed |= {name for name, was in others.items() if name in held and not _is_as_it_was(held[name], was)}
+    updates = {name: held[name].detach().clone() for name in sorted(changed)}
     return results, grads, updates
+
+
+def _is_as_it_was(now: torch.Tensor, was: torch.Tensor) -> bool:
+    same_kind = now.shape == was.shape and now.dtype == was.dtype
+    return same_kind and torch.equal(torch.nan_to_num(now.detach()), torch.nan_to_num(was))
 
 
 def _rounding(

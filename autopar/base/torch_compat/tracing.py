@@ -66,6 +66,7 @@ from autopar.base.torch_compat.trees import tree_flatten as tree_flatten
 from autopar.base.torch_compat.trees import tree_leaves_with_path as tree_leaves_with_path
 from autopar.base.torch_compat.trees import tree_unflatten as tree_unflatten
 from autopar.base.torch_compat.warned import without_warnings
+from autopar.base.torch_compat.written import buffers_as_assigned as buffers_as_assigned
 from autopar.base.torch_compat.written import is_mutable as is_mutable
 from autopar.base.torch_compat.written import made_with as made_with
 from autopar.base.torch_compat.written import storage_id as storage_id

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.nn.modules import module as modules
 
 
 def is_mutable(node: fx.Node) -> bool:
     """Whether a node changes one of its operands."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+@contextmanager
+def buffers_as_assigned() -> Iterator[None]:
+    """Inside, what is assigned to buffers stays there: torch.export, which notes that of the outermost module, does not
+    hear of it.
+    """
+    hooks = modules._global_buffer_registration_hooks
+    exports = {key: hook for key, hook in hooks.items() if (hook.__module__ or "").startswith("torch.")}
+    for key in exports:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        hooks.update(exports)
 
 
 def storage_id(value: torch.Tensor) -> int | None:

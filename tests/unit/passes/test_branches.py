@@ -100,6 +100,28 @@ def test_the_last_output_is_the_number_of_the_first_branch_that_goes_another_way
     assert [*numbers, module(*held, torch.ones(2, 4))[1].item()] == [3, 0, 1]
 
 
+class Range(nn.Module):
+    """Its first batch's largest number, and a mean from there on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: Tensor
+        self.register_buffer("most", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.most < 1e-5:
+            self.most = self.most + x.detach().max()
+        else:
+            self.most = 0.9 * self.most + 0.1 * x.detach().max()
+        return x / self.most
+
+
+def test_a_line_that_each_of_many_modules_has_is_asked_in_all_of_them() -> None:
+    """Breaks if what many modules ask once each is taken for what is asked of each row."""
+    ranges = nn.Sequential(*(Range() for _ in range(20)))
+    assert _ways(ranges) == [True] * 20
+
+
 @pytest.mark.moderate
 def test_what_no_program_can_follow_is_refused() -> None:
     """Breaks if a loop that values end is traced for ever, many draws decide a way, or what is taken for granted

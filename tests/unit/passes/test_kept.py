@@ -235,6 +235,21 @@ def test_states_that_begin_anew_are_none(kind: type[Scan]) -> None:
     assert nn.Module.__getattr__ is looks_up
 
 
+class First(Scan):
+    """Goes by what its first batch has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is None:
+            self.state = x.mean(0)
+        return self.layer(x) + self.state
+
+
+def test_what_the_first_batch_says_is_kept() -> None:
+    """Breaks if what is made of the first batch, where there is none yet, is made of each."""
+    with pytest.raises(AutoparError, match=r"state, an attribute in Python, and goes by what it was.*test_kept\.py"):
+        capture(First(), {"x": torch.randn(2, WIDTH)})
+
+
 def test_states_that_may_begin_anew_are_watched_from_the_first_trace_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a model with states is traced once more to see whether it reads what it sets."""
     export, traces = torch.export.export, list[str]()
