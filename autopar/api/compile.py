@@ -464,6 +464,8 @@ class _Planner:
             plan = replan(self.given, self.blueprint, inputs, self.mesh)
         else:
             options |= {"example_inputs": inputs, "inference": not differentiate}
+            if self.first is not None:
+                options["microbatches"] = self.undivided.microbatches(options, self.mesh)
             plan = self.undivided.planned(self.mesh, options, partial(first_plan, self.blueprint, self.mesh))
         plan = self._as_stored(plan)
         if self.program is not None and self.first is None:

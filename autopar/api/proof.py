@@ -30,7 +30,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts, huggingface
 from autopar.base.stored_weights import ways_of
 from autopar.base.torch_compat import tracing
-from autopar.base.torch_compat.control_flow import control_flow_as_python
+from autopar.base.torch_compat.control_flow import control_flow_by_torch
 from autopar.base.torch_compat.functions import run_backward
 from autopar.ir.program import Program
 from autopar.ir.values import ValueRef, gradient_key
@@ -388,7 +388,7 @@ def _run(
 ) -> tuple[torch.Tensor, ...]:
     """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1."""
     draws = handed(draws_of(program, seed))
-    with draws, control_flow_as_python(), as_told(model, program.told):
+    with draws, control_flow_by_torch(), as_told(model, program.told):
         output = _eager(model, inputs)
         left = left_on(model, program.carried)
     results = tuple(x for x in map(_as_tensor, [*tracing.tree_flatten(output)[0], *left]) if x is not None)
@@ -403,7 +403,7 @@ def _run(
         ]
         given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
         try:
-            with draws:  # what a checkpoint runs again draws what it drew
+            with draws, control_flow_by_torch():  # what a checkpoint runs again draws what it drew
                 run_backward([value for value, _ in roots], given)
         except RuntimeError as error:
             raise NotEager(

@@ -17,6 +17,7 @@ from torch import Tensor
 from autopar.api.added_rows import pieces_of, rows_of
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
+from autopar.base.text import plural
 from autopar.base.torch_compat import tracing
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE
@@ -25,6 +26,7 @@ from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.axis import AUTO, AxisStrategy
 from autopar.strategies.context import SequenceDoesNotDivide, of_whole_sequence
 from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
+from autopar.strategies.pipelining.asked import refusal
 from autopar.strategies.pipelining.spec import AXIS
 
 logger = logging.getLogger("autopar")
@@ -125,6 +127,27 @@ class Undivided:
         whole = tuple((name, REPLICATE) for name, _ in self.left(inputs))
         leaves = tracing.tree_leaves_with_path(dict(inputs)) if whole else ()
         return [Pin(path, whole, taken=True) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+
+    def microbatches(self, options: Mapping[str, Any], mesh: Mesh) -> int | None:
+        """In how many a later batch goes through: as many as were asked for, or, where these do not divide its rows
+        (the last one of an epoch), the largest smaller number that does and that the schedule takes, else one above.
+        Numbers that leave rows for all axes that split rows come first.
+        """
+        asked, rows = options["microbatches"], rows_of(options["example_inputs"])
+        pieces = math.prod(size for _, size in self.rows)
+        if asked is None or asked < 2 or not rows or rows % (asked * pieces) == 0:
+            return asked
+        spec = pipeline_of(options["strategy"], mesh)
+        divisors = [each for each in range(1, rows + 1) if rows % each == 0]
+        for number in sorted(divisors, key=lambda n: (rows % (n * pieces) > 0, n > asked, abs(n - asked))):
+            if spec is None or refusal(spec, mesh.size(AXIS), number) is None:
+                if number != asked:
+                    self._tell(
+                        "microbatches", "autopar: %d rows go through in %s, as they do not divide into %d (said once)",
+                        rows, plural(number, "microbatch", "microbatches"), asked,
+                    )  # fmt: skip
+                return number
+        return asked
 
     def tell(self, inputs: Mapping[str, Any]) -> None:
         """Once, what a batch that is whole costs."""

@@ -37,15 +37,26 @@ def zigzag_axes(program: Program, mesh: Mesh, axes: Sequence[str]) -> frozenset[
     return frozenset(axis for axis in axes if _saved(program, mesh, mesh.size(axis)) > LEAST * computing)
 
 
+def attending_regions(program: Program) -> frozenset[str]:
+    """Names of the regions whose attention, of what the rules know, strategies that split the sequence speak of.
+
+    Those of repeated blocks, as what stands beside these is often of another kind (a pooling, a few queries); where
+    they have none (a model of one layer, layers that the model's own forward spells out) all that have it.
+    """
+    found = [region for region in program.regions if any(map(is_attention, region.graph.nodes))]
+    return frozenset(region.name for region in [region for region in found if region.module] or found)
+
+
 def has_attention(program: Program) -> bool:
-    """Whether repeated blocks have attention that the rules know."""
-    return any(is_attention(node) for region in program.regions if region.module for node in region.graph.nodes)
+    """Whether there is attention that the rules know."""
+    return bool(attending_regions(program))
 
 
 def computing_seconds(program: Program, mesh: Mesh) -> float:
-    """What one rank would compute alone in a step, but for the attention of repeated blocks."""
+    """What one rank would compute alone in a step, but for the attention that strategies speak of."""
+    attending = attending_regions(program)
     return sum(
-        _region_seconds(region, mesh, attention=not region.module)
+        _region_seconds(region, mesh, attention=region.name not in attending)
         * program.num_calls(region.name)
         * program.microbatches
         for region in program.regions
@@ -53,12 +64,12 @@ def computing_seconds(program: Program, mesh: Mesh) -> float:
 
 
 def seconds_in_attention(program: Program) -> float:
-    """What the fullest rank computes in a step in the attention of repeated blocks, of a placed program."""
-    found = 0.0
+    """What the fullest rank computes in a step in the attention that strategies speak of, of a placed program."""
+    found, attending = 0.0, attending_regions(program)
     for region in program.regions:
         times = program.num_calls(region.name) * program.microbatches
         for node in region.graph.nodes:
-            if region.module and is_attention(node) and node.name in region.strategies:
+            if region.name in attending and is_attention(node) and node.name in region.strategies:
                 call, rule = region.ops[node.name]
                 found += operator_seconds(call, rule, region.strategies[node.name], program.on_mesh) * times
     return found
@@ -76,12 +87,12 @@ def least_seconds(program: Program, computing_s: float, strategies: Sequence[Axi
 
 
 def least_in_attention(program: Program, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
-    """Of the attention of repeated blocks alone: computed, and what it reads and gives moved."""
-    found = 0.0
+    """Of the attention that strategies speak of alone: computed, and what it reads and gives moved."""
+    found, attending = 0.0, attending_regions(program)
     for region in program.regions:
         times = program.num_calls(region.name) * program.microbatches
         for node in region.graph.nodes:
-            if region.module and is_attention(node):
+            if region.name in attending and is_attention(node):
                 found += _attention_seconds(op_call(node), strategies, mesh) * times
     return found
 
@@ -186,10 +197,10 @@ def _is_one_sided(node: fx.Node) -> bool:
 
 def _saved(program: Program, mesh: Mesh, size: int) -> float:
     """Seconds that all ranks together would compute less, if none had more to do than others, times the ranks."""
-    saved = 0.0
+    saved, attending = 0.0, attending_regions(program)
     for region in program.regions:
         for node in region.graph.nodes:
-            if region.module and _is_one_sided(node):
+            if region.name in attending and _is_one_sided(node):
                 call = op_call(node)
                 rule = rule_for(call)
                 if rule.sizes["s"] % (2 * size) == 0:

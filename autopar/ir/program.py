@@ -76,6 +76,10 @@ class AttentionSite:
     fused: bool
     why: str = ""
 
+    @property
+    def place(self) -> str:
+        return self.module or "the model"
+
 
 @dataclass(frozen=True, slots=True)
 class Program:

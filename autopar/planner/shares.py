@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.cost.collectives import inside_row, num_calls, sends_values
-from autopar.cost.context import seconds_in_attention
+from autopar.cost.context import attending_regions, seconds_in_attention
 from autopar.cost.operator_time import region_seconds
 from autopar.cost.under_way import step_hidden_s
 from autopar.ir.graphs import is_attention
@@ -64,11 +64,12 @@ def by_sequence_s(plan: PlanRecord, axes: Sequence[int]) -> float:
         return 0.0
     assert plan.program is not None
     program, saved_s = plan.program, 0.0
-    mesh = program.on_mesh
+    mesh, attending = program.on_mesh, attending_regions(program)
     for region in program.regions:
         times = num_calls(program, region.name) * program.microbatches
         seconds = region_seconds(region, mesh) if times else {}
-        attention = {node.name for node in region.graph.nodes if region.module and is_attention(node)}
+        attends = region.name in attending
+        attention = {node.name for node in region.graph.nodes if attends and is_attention(node)}
         for name, own_s in seconds.items():
             choices = region.strategies[name].choices
             left = math.prod(mesh.sizes[axis] for axis in axes if choices[axis].kind == "none")
@@ -96,9 +97,9 @@ def _moved_outside_s(program: Program) -> float:
     """Of collectives of values that attention neither reads nor gives, in a step. What brings sequences in order again
     that are dealt zigzag is moved for attention's sake, too, which not all ways to meet in it ask for.
     """
-    found = 0.0
+    found, attending = 0.0, attending_regions(program)
     for region in program.regions:
-        near = values_of_attention(region) if region.module else frozenset[str]()
+        near = values_of_attention(region) if region.name in attending else frozenset[str]()
         count = num_calls(program, region.name) * program.microbatches
         for phase in region.phases if count else ():
             for node in region.lowered[phase].graph.nodes:

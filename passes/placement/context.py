@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.base.errors import AutoparError
+from autopar.cost.context import attending_regions
 from autopar.cost.fusion import hands_on
 from autopar.cost.rings import ring_axis
 from autopar.ir.graphs import caches_of, is_attention, operands_of
@@ -16,6 +17,7 @@ from autopar.ir.region import NodeStrategy, Region
 from autopar.machine.mesh import Mesh
 from autopar.passes.placement.pieces import factor_of_pieces, is_of_pieces, require_pieces
 from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import SequenceDoesNotDivide
 
 
 def values_of_attention(region: Region) -> frozenset[str]:
@@ -43,9 +45,14 @@ def _given(region: Region, node: fx.Node) -> bool:
     return is_attention(node)
 
 
-def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], mesh: Mesh) -> list[int] | None:
+def allowed(
+    region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], mesh: Mesh, attending: bool
+) -> list[int] | None:
     """Which of the node's options do with each axis what its strategy asks; None where all do. A ring is asked for, or
     left to the solver.
+
+    Args:
+        attending: whether the region is one of `attending_regions`.
 
     Raises:
         AutoparError: none does: heads, or a sequence, that an axis does not divide.
@@ -59,7 +66,7 @@ def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], m
         if mesh.sizes[axis] > 1 and each.attention != "free" and (each.attention == "keys") == in_pieces
     ]
     options = region.options[node.name].strategies
-    if not asked or not (region.module or in_pieces):
+    if not asked or not (attending or in_pieces):
         kept = [i for i, option in enumerate(options) if not _is_unasked_ring(option, strategies)]
         return kept if len(kept) < len(options) else None
     kept = []
@@ -100,7 +107,7 @@ def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, me
         return AutoparError(
             f"the length of a cache cannot split over {name}={size}",
             where=origin,
-            values=f"its rule: {rule}; {_others(mesh, axis)}",
+            values=f"{sizes[factor_of_pieces(node) or 't']} places; {_others(mesh, axis)}",
             remedy=f"use a smaller {name}, or max_cache_len= with a multiple of the ranks that share it",
         )
     if strategy.attention == "heads":
@@ -113,10 +120,11 @@ def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, me
             values=f"ulysses gives each rank some of the heads; {_others(mesh, axis)}",
             remedy=f"{smaller}strategy ring or allgather_kv, which split the sequence alone",
         )
-    return AutoparError(
+    divides = sizes["s"] % size == 0 and (strategy.attention != "ring" or sizes["t"] % size == 0)
+    return (AutoparError if divides else SequenceDoesNotDivide)(
         f"attention cannot split {sizes['s']} queries and {sizes['t']} keys over {name}={size} as {strategy.name} does",
         where=origin,
-        values=f"its rule: {rule}; {_others(mesh, axis)}",
+        values=_others(mesh, axis),
         remedy=f"use a sequence length that is a multiple of {size}, or strategy ulysses, which splits heads",
     )
 
@@ -138,18 +146,17 @@ def require_attention(program: Program, strategies: Sequence[AxisStrategy], mesh
     """Whether strategies that say what attention does find any.
 
     Raises:
-        AutoparError: no repeated block has attention that was recognized; with what was found instead. Or, of
-            strategies that split caches, there is none.
+        AutoparError: there is no attention that was recognized; with what was found instead. Or, of strategies that
+            split caches, there is none.
     """
     require_pieces(program, strategies, mesh)
     named = zip(strategies, mesh.sizes, strict=True)
     asked = [each.name for each, size in named if each.attention not in ("free", "keys") and size > 1]
-    nodes = (node for region in program.regions if region.module for node in region.graph.nodes)
-    if not asked or any(map(is_attention, nodes)):
+    if not asked or attending_regions(program):
         return
-    missed = [f"{site.module}: {site.why}" for site in program.attention if not site.fused]
+    missed = dict.fromkeys(f"{site.place}: {site.why}" for site in program.attention if not site.fused)
     raise AutoparError(
-        f"{asked[0]} splits attention, and no repeated block has any that is recognized",
-        values="; ".join(missed[:3]) or "the model has none",
+        f"{asked[0]} splits attention, and there is none that is recognized",
+        values="; ".join([*missed][:3]) or "the model has none",
         remedy="use another strategy for that axis, such as ddp, zero3 or auto",
     )

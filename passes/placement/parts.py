@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.base.errors import AutoparError
+from autopar.cost.context import attending_regions
 from autopar.ir.classes import Classes, Key, value_classes
 from autopar.ir.graphs import is_view, placeholders
 from autopar.ir.program import Program
@@ -130,6 +131,7 @@ class Parts:
         self.wanted: dict[tuple[str, str], list[Column]] = {}
         self.gathered_values: set[tuple[str, str]] = set()
         self.near_attention: dict[str, frozenset[str]] = {}
+        self.attending: frozenset[str] = self._fact(("attending",), lambda: attending_regions(program))
         self.keys: dict[str, dict[fx.Node, Key]] = {}
         self.firsts: dict[tuple[str, str], str] = {}
         self.repeated = set[tuple[str, str]]()

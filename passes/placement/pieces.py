@@ -83,7 +83,7 @@ def require_pieces(program: Program, strategies: Sequence[AxisStrategy], mesh: M
             values=f"planned for {'training' if program.training else 'inference without a cache'}",
             remedy=f'use {{"{axis}": "ring"}}, ulysses or allgather_kv, which split the sequence of a batch',
         )
-    missed = [f"{site.module}: {site.why}" for site in program.attention if not site.fused]
+    missed = [*dict.fromkeys(f"{site.place}: {site.why}" for site in program.attention if not site.fused)]
     raise AutoparError(
         f"{name} on {axis}={size} finds no keys and values to split",
         values="; ".join(missed[:3]) or f"no attention that was recognized reads a cache whose length {size} divides",

@@ -217,7 +217,8 @@ class _Builder(ValueClasses, Parameters):
         if not name_of(node.target).startswith("autopar."):
             return options  # strategies say nothing of torch's own
         given = (region, node, self.strategies, self.mesh)
-        kept = mixtures.allowed(*given) if mixtures.is_experts(node) else allowed(*given)
+        attends = region.name in self.attending
+        kept = mixtures.allowed(*given) if mixtures.is_experts(node) else allowed(*given, attends)
         if kept is None:
             return options
         return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))

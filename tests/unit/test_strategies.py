@@ -181,7 +181,7 @@ def test_heads_that_do_not_divide_say_what_would() -> None:
 def test_models_without_attention_are_refused() -> None:
     """Breaks if a strategy that says what attention does is taken for one that does nothing."""
     loaded = catalogue.load("mlp", tiny=True, device="cpu")
-    with pytest.raises(AutoparError, match="ring splits attention, and no repeated block has any that is recognized"):
+    with pytest.raises(AutoparError, match="ring splits attention, and there is none that is recognized"):
         autopar.plan(loaded.model, Mesh({"cp": 2}), example_inputs=loaded.batch, strategy="ring")
 
 

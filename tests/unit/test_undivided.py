@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.api.added_rows import even, rows_of
@@ -22,6 +24,7 @@ from autopar.cli.models import catalogue
 from autopar.ir.sharding import REPLICATE, Shard
 from autopar.strategies.context import SequenceDoesNotDivide
 from autopar.strategies.names import Pin, by_name
+from tests.unit.runtime.saved_run import one_rank as one_rank
 
 
 class Net(nn.Module):
@@ -125,6 +128,42 @@ def test_a_sequence_that_does_not_divide_is_whole(strategy: str, caplog: pytest.
     assert made[1][axis].parameters == by_name(strategy).parameters
     (text,) = caplog.messages
     assert "Each of its ranks computes all of it" in text
+
+
+@pytest.mark.parametrize(
+    ("axes", "strategy", "rows", "number"),
+    [
+        ("dp=1", "ddp", 8, 4),
+        ("dp=1", "ddp", 6, 3),
+        ("dp=1", "ddp", 5, 1),
+        ("dp=2", "ddp", 4, 2),
+        ("dp=2", "ddp", 3, 3),
+        ("pp=2", "pipeline(1f1b)", 6, 3),
+        ("pp=2,dp=2", {"pp": "pipeline(gpipe)", "dp": "zero2"}, 12, 3),
+        ("pp=2", "pipeline(interleaved)", 6, 3),
+        ("pp=2", "pipeline(dualpipev)", 6, 6),
+    ],
+)
+def test_later_batches_go_through_in_fewer_microbatches(axes: str, strategy: Any, rows: int, number: int) -> None:
+    """Breaks if the last batch of an epoch is refused, in a number that its schedule does not take, or that leaves no
+    row for an axis.
+    """
+    options = {"microbatches": 4, "example_inputs": batch(rows), "strategy": strategy}
+    assert Undivided.of(None, strategy, mesh(axes), 4).microbatches(options, mesh(axes)) == number
+
+
+def test_a_compiled_model_takes_a_batch_that_microbatches_do_not_divide(one_rank: None) -> None:
+    """Breaks if the last batch of an epoch is refused where a number of microbatches was asked for."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    compiled: Any = autopar.compile(
+        copy.deepcopy(model), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), strategy="ddp", microbatches=2,
+        loss=lambda outputs, given: outputs.square().mean(),
+    )  # fmt: skip
+    for rows in (4, 3):
+        x = torch.randn(rows, 3)
+        found: Any = compiled.train_step(x)
+        torch.testing.assert_close(found[0].detach(), model(x).square().mean().detach())
 
 
 @pytest.mark.parametrize("stored", [True, False])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from autopar.cost.context import attending_regions
 from autopar.ir.choices import NONE
 from autopar.ir.program import Program
 from autopar.ir.sharding import Replicate, Shard, Sharding
@@ -80,9 +81,10 @@ def _attention_excluded(plan: PlanRecord, program: Program, subject: Subject, la
     """What sizes, and strategies that say what attention does, have nothing of."""
     choices, region = choices_in(layout), program.region(subject.region)
     chosen, mesh = choices_in(layout_of(program, subject)), plan.stage_mesh
+    attends = region.name in attending_regions(program)
     text = attending.choices_text(choices, mesh)
     for (axis, size), strategy, choice, own in zip(mesh.axes, plan.strategies, choices, chosen, strict=True):
-        if choice != own and size > 1 and region.module and (said := attending.forbidden(strategy, choice, axis)):
+        if choice != own and size > 1 and attends and (said := attending.forbidden(strategy, choice, axis)):
             return Excluded(text, "strategy", said)
     if any(strategy.choices == choices for strategy in region.options[subject.node].strategies):
         return None

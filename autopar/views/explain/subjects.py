@@ -99,7 +99,7 @@ def find(program: Program, name: str) -> Subject:
     for site in program.attention:
         if not site.fused and fnmatchcase(site.module, name):
             raise AutoparError(
-                f"the attention of {site.module} stays as it is written: {site.why}",
+                f"the attention of {site.place} stays as it is written: {site.why}",
                 remedy="name one of its operators in the generated program",
             )
     close = difflib.get_close_matches(name, known, n=40, cutoff=0.5)

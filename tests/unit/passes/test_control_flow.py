@@ -14,6 +14,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.base.torch_compat import control_flow
 from tests.unit.runtime.saved_run import one_rank as one_rank
 
 
@@ -71,3 +72,38 @@ def test_control_flow_is_pythons() -> None:
         assert other.grad is not None and float(other.grad.abs().sum()) > 0
         torch.testing.assert_close(one.grad.full_tensor(), other.grad)
     autopar.plan(model, autopar.Mesh({"dp": 2}), example_inputs={"x": x}, strategy="zero3").verify().raise_on_failure()
+
+
+class Carried(nn.Module):
+    """A loop that carries trees, one of them for no round, around what draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def body(i: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            return i + 1, {"x": self.drop(self.layer(state["x"])), "sum": state["sum"] + state["x"].sum()}
+
+        start = (torch.tensor(0), {"x": x, "sum": x.sum()})
+        _, state = while_loop(lambda i, state: i < 2, body, start)
+        _, none = while_loop(lambda i, state: i < 0, body, start)
+        _, rows = scan(lambda h, now: (h + self.drop(now), h * 1.0), torch.zeros(4), state["x"])
+        return state["sum"] + (none["x"] * rows).square().sum()
+
+
+@pytest.mark.moderate
+def test_the_proof_asks_torchs_own_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if what a trace takes such an operator for is taken for right in the reference, too; if trees that a loop
+    carries, or draws within one, are refused.
+    """
+    mesh, inputs = autopar.Mesh({"dp": 1}), {"x": torch.rand(3, 4)}
+    proof = autopar.plan(Carried(), mesh, example_inputs=inputs, strategy="ddp").verify()
+    assert proof.raise_on_failure().dropout
+    ours = control_flow._scan
+
+    def backwards(step: Any, init: Any, xs: Any, **others: Any) -> Any:
+        return ours(step, init, [x.flip(0) for x in xs], **others)
+
+    monkeypatch.setattr(control_flow, "_scan", backwards)
+    assert not autopar.plan(Carried(), mesh, example_inputs=inputs, strategy="ddp").verify().ok
