@@ -58,6 +58,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.cost.context import has_attention, least_in_attention, least_seconds
@@ -415,7 +416,11 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
     forbidden, outside = set[tuple[str, ...]](), dict[tuple[str, ...], float]()
     rest = dict[tuple[str, ...], float]()
     cached = bool(programs.traced.states) and not asked.training
-    for strategies in sorted(context_candidates(asked, cached=cached), key=lambda each: least_s(each, modes[0])):
+    candidates = [
+        each for each in context_candidates(asked, cached=cached)
+        if not _rows_are_better(programs, each, tried, lambda _: 0.0)  # whatever attention takes
+    ]  # fmt: skip
+    for strategies in sorted(candidates, key=lambda each: least_s(each, modes[0])):
         spread, splits = Spread.of(strategies, asked.mesh), splits_of(strategies)
         others, kept = outside_attention(strategies), but_for_attention(strategies)
         for mode in modes:
@@ -426,7 +431,7 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
             if max(outside.get(others, 0.0), rest.get(kept, 0.0)) > OUTSIDE * tried.step_s:
                 logger.info("%s takes too long outside of attention", [each.name for each in strategies])
                 break
-            if _rows_are_better(programs, strategies, tried):
+            if _rows_are_better(programs, strategies, tried, partial(_in_attention_s, programs, strategies)):
                 logger.info("%s cannot be faster than what splits the batch", [each.name for each in strategies])
                 break
             if programs.cannot_split(mode, strategies):
@@ -448,19 +453,26 @@ def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterat
         yield replace(asked, rematerialize=attempt.rematerialize, spread=attempt.spread, explain=False)
 
 
-def _rows_are_better(programs: Programs, strategies: tuple[AxisStrategy, ...], tried: Tried) -> bool:
+def _rows_are_better(
+    programs: Programs,
+    strategies: tuple[AxisStrategy, ...],
+    tried: Tried,
+    in_attention_s: Callable[[Mode], float],
+) -> bool:
     """Whether strategies that split the sequence take longer than the best step, going by what the same do that split
     the batch on their axes: outside of attention they have as much to compute and to move, but for what these leave
-    whole there.
+    whole there. in_attention_s: what attention takes at least in a mode.
     """
     axes = [axis for axis, each in enumerate(strategies) if splits_sequence(each)]
     rows = tried.named.get(family_of(of_rows(strategies)))
     if rows is None or programs.asked.pipeline is not None:
         return False
+    return by_sequence_s(rows, axes) + in_attention_s(rows.rematerialize) > tried.step_s
+
+
+def _in_attention_s(programs: Programs, strategies: tuple[AxisStrategy, ...], mode: Mode) -> float:
     mesh = programs.asked.mesh
-    program = programs.recomputing(rows.rematerialize, Spread.of(strategies, mesh))
-    in_attention_s = least_in_attention(program, strategies, mesh)
-    return by_sequence_s(rows, axes) + in_attention_s > tried.step_s
+    return least_in_attention(programs.recomputing(mode, Spread.of(strategies, mesh)), strategies, mesh)
 
 
 def _limit_beside(plan: PlanRecord) -> float:

@@ -421,15 +421,17 @@ def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
 
 
 @pytest.mark.parametrize(
-    ("attention_s", "moved_s", "tried"),
+    ("rows_s", "attention_s", "moved_s", "tried"),
     [
-        (1.5, 0.0, []),  # a ring takes longer than what it saves
-        (0.9, 0.0, [("ring", "tensor")]),
-        (1.5, 0.6, [("ring", "tensor")]),  # what splits the batch moves values over that axis, which a ring may not
+        (1.6, 1.5, 0.0, []),  # a ring takes longer than what it saves
+        (1.6, 0.9, 0.0, [("ring", "tensor")]),
+        (1.6, 1.5, 0.6, [("ring", "tensor")]),  # what splits the batch moves values over that axis; a ring may not
+        (3.1, 0.0, 0.0, []),  # whatever attention takes
+        (3.1, 0.0, 0.2, [("ring", "tensor")]),
     ],
 )
 def test_what_splits_the_sequence_is_not_tried_where_splitting_the_batch_says_that_it_takes_longer(
-    attention_s: float, moved_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    rows_s: float, attention_s: float, moved_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Breaks if a ring is placed that takes longer than the best step outside of attention alone, or is left out though
     it may be spared what is moved for want of rows; or if its attention is not counted.
@@ -443,8 +445,8 @@ def test_what_splits_the_sequence_is_not_tried_where_splitting_the_batch_says_th
 
     def after(programs: Any, modes: Sequence[Mode], tried: Tried) -> Any:
         tried.takes(programs.asked, plan(2.0))
-        tried.knows(rows, plan(1.6, moved_s=moved_s))
-        tried.knows(rows, plan(3.0))  # the fastest of them tells
+        tried.knows(rows, plan(rows_s, moved_s=moved_s))
+        tried.knows(rows, plan(4.0))  # the fastest of them tells
         yield from module._contexts(programs, modes, tried)
 
     run(programs, after)
