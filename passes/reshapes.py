@@ -3,7 +3,7 @@
 x: [T, B, H·D]; x.view(T, B·H, D).transpose(0, 1).view(B, H, T, D)   →   x.reshape(T, B, H, D).permute(1, 2, 0, 3)
 
 As written, B and H lie in one dim, which two axes of a mesh cannot split by one each (torch's own attention, and models
-that were written for `bmm`).
+that were written for `bmm`). A B of 1 is said like any other, so that one row is traced as several are.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ def simplify_reshapes(graph: fx.Graph, origins: dict[str, str]) -> None:
         chain = _chain(node)
         states = _followed(chain)
         if states is None or not _parts(states):
-            continue
+            states = _followed(chain, units=True)
+            if states is None or not _parts(states):
+                continue
         build, shape = Builder(graph, node, origins), list(node.meta["val"].shape)
         found, first, last = chain[0].args[0], *(list(itertools.chain(*states[at])) for at in (0, -1))
         sizes = [each.size for each in first]
-        if sizes != list(found.meta["val"].shape):
-            found = build(_aten.reshape.default, found, sizes)
         if first != last:
+            if sizes != list(found.meta["val"].shape):
+                found = build(_aten.reshape.default, found, sizes)
             found = build(_aten.permute.default, found, [first.index(each) for each in last])
         if list(found.meta["val"].shape) != shape:
             found = build(_aten.reshape.default, found, shape)
@@ -70,11 +72,13 @@ def _chain(node: Any) -> list[Any]:
     return chain[::-1]
 
 
-def _followed(chain: Sequence[Any]) -> list[_State] | None:
-    """The dims of what a chain begins with, and of each of its values; None where sizes do not meet."""
+def _followed(chain: Sequence[Any], *, units: bool = False) -> list[_State] | None:
+    """The dims of what a chain begins with, and of each of its values; None where sizes do not meet. units: dims of
+    size 1 are followed, too.
+    """
     shape = chain[0].args[0].meta["val"].shape
-    states: list[_State] = [[[_Atom(size)] if size != 1 else [] for size in shape]]
-    if 0 in shape:
+    states: list[_State] = [[[_Atom(size)] if size != 1 or units else [] for size in shape]]
+    if 0 in shape or (units and 1 not in shape):
         return None
     for node in chain:
         if node.target in _PERMUTES:
@@ -108,7 +112,13 @@ def _reshaped(states: list[_State], shape: Sequence[int]) -> bool:
             dim.append(atom)
         if have != size:
             return False
+        if size == 1 and atoms and atoms[0].size == 1:
+            dim.append(atoms.pop(0))
         found.append(dim)
+    if atoms and not found:
+        return False
+    if atoms:  # of size 1
+        found[-1] += atoms
     states.append(found)
     return True
 

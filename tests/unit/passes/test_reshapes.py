@@ -32,6 +32,12 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], list[tuple[i
         lambda x: x.reshape(12, 32, 8).transpose(0, 1).reshape(8, 4, 12, 8),
         [(12, 8, 4, 8), (8, 4, 12, 8)],
     ),
+    "of one row, too": (
+        (12, 1, 32),
+        lambda x: x.reshape(12, 4, 8).transpose(0, 1).reshape(1, 4, 12, 8),
+        [(12, 1, 4, 8), (1, 4, 12, 8)],
+    ),
+    "and back, beside a dim of one": ((2, 3, 1, 5), lambda x: x.reshape(6, 1, 5).reshape(2, 3, 1, 5), []),
     "and back": ((2, 3, 5), lambda x: x.reshape(6, 5).reshape(2, 3, 5), []),
     "a dim of one": (
         (2, 1, 3, 6),
