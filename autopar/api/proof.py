@@ -24,6 +24,7 @@ from autopar import pipeline
 from autopar.api import interpret
 from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare, distance
 from autopar.api.draws import draws_of, handed
+from autopar.api.edited import edited_program
 from autopar.api.promote import default_dtype, only
 from autopar.api.small_model import as_drawn, small_model
 from autopar.base.errors import AutoparError
@@ -163,7 +164,7 @@ def _verified(
         program = lowered.single or lowered  # eager has one border, however many microbatches go through it together
         state = interpret.state_of(model, program)
         tensors = interpret.input_tensors(program, inputs)
-        with default_dtype(dtype):
+        with default_dtype(dtype), edited_program("<generated program>", plan.source_is_edited):
             found = run_all_ranks(lowered, source, state, tensors, seed)
         other = other_ways(program.branches, found.outputs)
         if other is None:

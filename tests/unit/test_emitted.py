@@ -82,7 +82,9 @@ def test_every_value_has_its_shape_and_origin() -> None:
 
 @pytest.mark.moderate
 def test_the_text_is_what_runs() -> None:
-    """Breaks if something beside the text runs: an edit must change the numbers, and the proof must notice."""
+    """Breaks if something beside the text runs: an edit must change the numbers, and the proof must notice; or if one
+    with which the text does not run ends in an error of Python's that names no line.
+    """
     plan = plan_of("mlp")
     assert plan.verify().ok
     same = plan.with_source(plan.source.replace("Written by autopar", "Edited by hand"))
@@ -95,6 +97,9 @@ def test_the_text_is_what_runs() -> None:
     assert not proof.ok
     with pytest.raises(AutoparError, match=r"does not compute what the model computes: \d+ of \d+ tensors differ"):
         proof.raise_on_failure()
+    torn = plan.with_source(plan.source.replace(line, line.replace(" = ", " = nowhere + ")))
+    with pytest.raises(AutoparError, match=r"does not run: name 'nowhere' is not defined \(line \d+\)"):
+        torn.verify()
 
 
 @pytest.mark.moderate
