@@ -413,6 +413,18 @@ def test_a_cache_of_another_kind_is_refused() -> None:
         _Compiled(_model())(IDS, past_key_values=Own())
 
 
+def test_a_model_that_takes_no_cache_but_its_own() -> None:
+    """Breaks if what such a model says of it ends a call of generate() in its own words, without a remedy."""
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    config = transformers.MiniMaxConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)
+    with torch.device("meta"):
+        model = transformers.MiniMaxForCausalLM(config).eval()
+    with pytest.raises(AutoparError, match=r"cache of its own(.|\n)*use_cache=False"):
+        caches.new_cache(model, 2, 8, torch.device("cpu"))
+
+
 def test_a_cache_goes_back_and_not_forth() -> None:
     """Breaks if a number of positions to keep, as earlier versions had it, is added to what is written."""
     cache = StateCache([Layout("attention")], [*torch.zeros(2, 1, 1, 9, 2), torch.tensor(5)])

@@ -281,11 +281,13 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
         try:
             with without_values():
                 called_without_data(model, {**given, name: probe, "use_cache": True})
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, ValueError) as error:  # ValueError: it takes no cache but its own
             failed = failed or error
         else:
             return layers, crossing
-    raise _refused(model, f"its forward() asks what is in tensors: {str(failed).splitlines()[0][:200]}") from failed
+    said = str(failed).splitlines()[0][:200]
+    why = said if isinstance(failed, ValueError) else f"its forward() asks what is in tensors: {said}"
+    raise _refused(model, why) from failed
 
 
 _counts: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
