@@ -48,7 +48,7 @@ def _conflicting(program: Program, built: PlacementProblem, solution: Solution) 
     A conflict begins at what is given (inputs, parameters), and its last operator is the first that cannot do with it.
     """
     nodes = solution.conflict.nodes if solution.conflict else ()
-    names = {index: key for key, (index, _) in built.operators.items()}
+    names = {index: key for key, (index, _) in reversed(built.operators.items())}  # of a loop the first round
     relays = {index for index, _ in built.relays.values()}
     involved, operators = [], []
     for index in nodes:

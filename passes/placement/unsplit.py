@@ -217,7 +217,7 @@ def _blocking(program: Program, built: PlacementProblem, root: Key, axis: int) -
     forbidden = np.array([np.inf if axis in unmet else 0.0 for unmet in slot.unmet])
     problem = _priced(built, {slot.node: forbidden})
     conflict = solve(problem, gap=0.5, time_limit_s=SECONDS).conflict
-    names = {index: key for key, (index, _) in built.operators.items()}
+    names = {index: key for key, (index, _) in reversed(built.operators.items())}  # of a loop the first round
     found = [names[index] for index in (conflict.nodes if conflict else ()) if index in names]
     return tuple(operator_text(program.region(region), node) for region, node in found)
 
