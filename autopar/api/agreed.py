@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.calls import without_trackers
 
 logger = logging.getLogger("autopar")
 
@@ -35,7 +36,8 @@ def agreed_plans(make: Callable[[], Sequence[Plan]]) -> list[tuple[Plan, Mapping
     box = [_Answer((), ())]
     if dist.get_rank() == 0:
         try:
-            plans = make()
+            with without_trackers():
+                plans = make()
             programs = [plan.program for plan in plans]
             constants = [dict(program.constants) for program in programs if program is not None]
             box = [_Answer([plan.without_model().to_json() for plan in plans], constants)]

@@ -184,13 +184,14 @@ def by_any_function(model: Any) -> Numbers:
         average.lerp_(weight, 0.1).add_(weight.data, alpha=0.5).mul_(torch.where(other > 0, weight, other))
         torch._foreach_add_([average], [weight])
         torch.mul(weight, 2.0, out=other)
+        torch.amax(weight, 0, out=(most := torch.zeros(32).double()))
         pruned = torch.where(weight.abs() < weight.abs().flatten().kthvalue(40).values, 0.0, weight)
         weight.copy_(torch.addcmul(pruned, average, average))
-        torch.relu_(ones := torch.ones_like(weight.norm(dim=1)))
+        torch.relu_(ones := torch.ones_like(weight.norm(dim=0)))
         kernel = F.conv1d(average[None], weight[:, :, None])
         largest = [torch.topk(weight.flatten(), k).values for k in (4, 6)]
         spectrum, rows = torch.linalg.svdvals(weight), weight.renorm(2, 0, 0.1)
-        for x in (average, other, weight.unique(), spectrum, rows, kernel, ones, other @ weight[0], *largest):
+        for x in (average, other, weight.unique(), spectrum, rows, kernel, ones, most, other @ weight[0], *largest):
             found += [float(x.sum()), *map(float, x.shape)]
     return [*found, float(F.mse_loss(weight, average).detach()), float(torch.allclose(weight, average))]
 
@@ -234,6 +235,16 @@ def on_ranks(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any) -> li
     return found
 
 
+def tied_as_in_one_process(model: Any) -> str:
+    """Whether biases that became one are trained as one, as in one process."""
+    eager: Any = net()
+    eager[0].bias = eager[2].bias
+    for each in (eager, model):
+        loss_of(each).backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    return str(torch.allclose(model[0].bias, eager[2].bias) and model[0].bias is model[2].bias)
+
+
 def refused() -> list[str]:
     """What is said of parameters that are replaced, before the first batch and behind it, and of other data."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -245,8 +256,11 @@ def refused() -> list[str]:
         prune.random_unstructured(pruned[0], "weight", amount=0.5)
         found.append(training.message(lambda model=pruned: model(*example)))
         tied: Any = autopar.compile(net(), mesh, strategy="zero3", **options)
-        tied[0].bias = tied[2].bias if not options else nn.Parameter(torch.ones(32).double())
-        found.append(training.message(lambda model=tied: model(*example)))
+        tied[0].bias = tied[2].bias
+        found.append(tied_as_in_one_process(tied))
+    plain: Any = autopar.compile(net(), mesh, strategy="zero3", example_inputs=example)
+    plain[0].bias = nn.Parameter(torch.ones(32).double())
+    found.append(training.message(lambda: plain(*example)))
     model: Any = autopar.compile(net(), mesh, strategy="zero3", example_inputs=example)
     found.append(training.message(lambda: setattr(model[0].bias, "data", torch.ones(31).double())))
     found.append(training.message(lambda: setattr(model[0].bias, "data", torch.ones(32))))

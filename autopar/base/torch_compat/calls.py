@@ -61,6 +61,26 @@ def has_modes() -> bool:
     return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
 
 
+@contextmanager
+def without_trackers() -> Iterator[None]:
+    """Inside, what torch itself hooks on all modules does not run (`FlopCounterMode` and others follow modules so, and
+    ask for a gradient of each): a trace is no call of the model's modules.
+    """
+    module: Any = torch.nn.modules.module
+    tables = [module._global_forward_pre_hooks, module._global_forward_hooks]
+    kept = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            for key, hook in [*table.items()]:
+                if getattr(hook, "__module__", "").startswith("torch.utils."):
+                    del table[key]
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(before)
+
+
 def shortest(function: Any) -> Any:
     """What does the same in fewer steps of the host."""
     private: Any = torch

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 
@@ -131,3 +132,16 @@ def test_torch_compile_around_a_backward(mesh: DeviceMesh) -> None:
 
     torch.compile(gradients, backend="eager")()
     torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((3, 4), 2.0))
+
+
+def test_operations_are_counted_around_the_first_call(mesh: DeviceMesh) -> None:
+    """Breaks if a trace runs what torch hooks on all modules, which asks gradients of each, or drops it for good."""
+    model = autopar.compile(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), mesh, strategy="ddp")
+    counts = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            before = len(torch.nn.modules.module._global_forward_pre_hooks)
+            model(torch.ones(3, 4)).sum().backward()
+            assert len(torch.nn.modules.module._global_forward_pre_hooks) == before > 0
+        counts.append(counter.get_total_flops())
+    assert counts[1] > 0
