@@ -31,7 +31,6 @@ from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
 from autopar.api.planning import first_plan, written
 from autopar.api.stored import pins_for, pins_of, states_of
-from autopar.api.ties import follow_ties
 from autopar.api.undivided import Undivided
 from autopar.api.ways import Ways
 from autopar.base import environment
@@ -251,7 +250,6 @@ class _Planner:
         check_cache(inputs)
         inputs = without_graph(inputs)
         if self.model is not None:
-            follow_ties(self.blueprint, self.model, is_planned=self.first is not None)
             self._following = self._following or Following(self.blueprint, self.model, self._compiled)
             self._numbers.follow(self._following.follow(), inputs, differentiate, self._ways.steps.names)
             has_values_of(self.blueprint, self.model)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from autopar.api.ties import follow_ties
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import SWITCHES
 from autopar.base.huggingface.configuration import configurations
@@ -59,6 +60,8 @@ class Following:
         Raises:
             AutoparError: modules were put into the model, or taken out.
         """
+        engine: Any = getattr(self.model, "autopar", None)
+        follow_ties(self.blueprint, self.model, is_planned=engine is None or engine.interface is not None)
         planned, theirs = list(self.blueprint.modules()), list(self.model.modules())
         if len(planned) != len(theirs):
             raise _restructured(self.blueprint, self.model)
