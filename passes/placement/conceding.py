@@ -19,7 +19,6 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.cost.context import attending_regions
 from autopar.ir.placement import Conceded, Learnt
 from autopar.ir.program import Program
 from autopar.passes.placement.context import values_of_attention
@@ -142,8 +141,9 @@ def _is_at_attention(program: Program, built: PlacementProblem, domains: Domains
     """Whether attention, or what it reads and gives, is needed to leave a node of the problem without a choice: without
     its edges none is.
     """
-    attending = attending_regions(program)
-    near = {region.name: values_of_attention(region) for region in program.regions if region.name in attending}
+    near = {region.name: values_of_attention(region) for region in program.regions if region.module}
+    if not any(near.values()):  # then strategies speak of all attention
+        near = {region.name: values_of_attention(region) for region in program.regions}
     places = [*built.operators.items(), *built.relays.items()]
     there = {index for (region, name), (index, _) in places if name.partition(".")[0] in near.get(region, ())}
     edges = built.problem.edges

@@ -199,9 +199,7 @@ class _Builder(ValueClasses, Parameters):
             index = self.operators[region.name, first][0]
             self._add_round(index, costs, usages)
         else:
-            label = f"{region.name}.{node.name}"
-            said, origin = operator_word(name_of(node.target).split(".")[1]), region.origins.get(node.name, "")
-            index = self._node(label, costs, usages, f"{said} in {origin or region.module or region.name}")
+            index = self._node(f"{region.name}.{node.name}", costs, usages, _said(region, node))
             if (region.name, node.name) in self.repeated:
                 self.looped.add(index)
         self.operators[(region.name, node.name)] = (index, strategies)
@@ -369,7 +367,7 @@ class _Builder(ValueClasses, Parameters):
             column = self.columns["relay", key] = self.columns["relay", index]
         else:
             label = f"{region.name}.{key[1]}"
-            index = self._node(f"relay:{label}", costs, usages, f"{label} as its readers want it")
+            index = self._node(f"relay:{label}", costs, usages, f"what {_said(region, source)} gives, as it is read")
         if maker in self.looped:
             self.relayed[alike] = index
             self.columns["relay", index] = column
@@ -417,3 +415,10 @@ class _Builder(ValueClasses, Parameters):
                 self.columns["compute", root] = Column([choice.compute for choice in slot.choices])
             return slot.node, self.columns["compute", root]
         return self.classes[root][0], self._column_of(key)
+
+
+def _said(region: Region, value: fx.Node) -> str:
+    """What makes a value of a region, in a model's words: `linear in mlp.down_proj (model.py:12)`."""
+    node, _ = source_of(value)
+    origin = region.origins.get(node.name, "") or region.module or region.name
+    return f"{node.name if node.op == 'placeholder' else operator_word(name_of(node.target).split('.')[1])} in {origin}"

@@ -62,7 +62,8 @@ class ValueClasses(Parts):
         prefix = "gradient of " if kind in ("gin", "gout") else ""
         port = self._port_type(members[0])[0]
         ports = port.inputs if kind in ("in", "gin") else port.outputs
-        return f"{prefix}{ports[index].name} {type_} ({name})"
+        place = self.program.region(name).module or "around the blocks"
+        return f"{prefix}{ports[index].name} {type_} ({place})"
 
     def _allowed_layouts(
         self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding], states: Collection[str]
