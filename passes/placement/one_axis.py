@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from autopar.cost.context import attending_regions
 from autopar.ir.sharding import Placement, Shard, code
 from autopar.passes.placement.columns import Column
 from autopar.passes.placement.context import values_of_attention
@@ -51,8 +50,10 @@ def cannot_split(least: Least, strategies: Sequence[AxisStrategy]) -> bool:
 
 def _left_out(least: Least) -> frozenset[int]:
     """Nodes of the problem of which nothing is asked: of attention, and of parameters and their gradients."""
-    built, regions, attending = least.built, least.program.regions, attending_regions(least.program)
-    near = {region.name: values_of_attention(region) for region in regions if region.name in attending}
+    built, regions = least.built, least.program.regions
+    near = {region.name: values_of_attention(region) for region in regions if region.module}
+    if not any(near.values()):  # then strategies speak of all attention
+        near = {region.name: values_of_attention(region) for region in regions}
     places = [*built.operators.items(), *built.relays.items()]
     attention = {index for (region, name), (index, _) in places if name.partition(".")[0] in near.get(region, ())}
     return frozenset(attention.union(*((slot.node, slot.gradient) for slot in built.slots.values())))
