@@ -29,7 +29,7 @@ from autopar.base.torch_compat.distributed import (
     tree_leaves,
     tree_map,
 )
-from autopar.base.torch_compat.mixed import answer_operators, in_pieces, take_plain
+from autopar.base.torch_compat.mixed import answer_operators, in_pieces, is_known, take_plain
 from autopar.runtime.clipping import check_of_all_stages
 from autopar.runtime.meeting import PATIENCE_S, meet
 from autopar.runtime.seen_whole import cut
@@ -52,9 +52,9 @@ JOINED = (_ATEN.stack.default, _ATEN.cat.default)
 
 
 def take_operators() -> None:
-    """Have DTensors' operators be done so; idempotent."""
+    """Have DTensors' operators be done so; idempotent. Nothing is done with a torch that has other dispatch."""
     kind: Any = DTensor
-    if getattr(kind, "_autopar_operators", False):
+    if getattr(kind, "_autopar_operators", False) or not is_known():
         return
     kind._autopar_operators = True
     answer_operators(on_whole)

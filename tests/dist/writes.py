@@ -193,7 +193,9 @@ def by_any_function(model: Any) -> Numbers:
         spectrum, rows = torch.linalg.svdvals(weight), weight.renorm(2, 0, 0.1)
         for x in (average, other, weight.unique(), spectrum, rows, kernel, ones, most, other @ weight[0], *largest):
             found += [float(x.sum()), *map(float, x.shape)]
-    return [*found, float(F.mse_loss(weight, average).detach()), float(torch.allclose(weight, average))]
+    turned = F.cosine_embedding_loss(weight, average, torch.ones(32))
+    found += [float(F.mse_loss(weight, average).detach()), float(turned.detach())]
+    return [*found, float(torch.allclose(weight, average))]
 
 
 def penalties_by_functions(model: Any) -> Numbers:
@@ -205,9 +207,10 @@ def penalties_by_functions(model: Any) -> Numbers:
         lambda: F.conv1d(own[None], weight[:, :, None]).square().mean(),
     )  # fmt: skip
     torch.stack([each() for each in terms]).sum().backward()
+    alike = [getattr(p, "placements", None) == getattr(p.grad, "placements", None) for p in (weight, own)]
     (loss_of(model) + sum(each() for each in terms)).backward()
     torch.optim.AdamW([*model.parameters(), own], lr=0.01).step()
-    return [float(own.sum().detach()), float(own.grad.square().sum())]  # type: ignore[union-attr]
+    return [float(own.sum().detach()), float(own.grad.square().sum()), *map(float, alike)]  # type: ignore[union-attr]
 
 
 SCRIPTS: tuple[Callable[[Any], Numbers], ...] = (

@@ -18,6 +18,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 Act = Callable[[Any, Any, Any], Any]
+_NEEDED = (
+    "_propagate_op_sharding_dispatch_slow_path", "_dispatch_fast_path_python_tail", "unwrap_to_op_info", "wrap",
+    "_dispatch_get_local_results_slow_path", "_allow_implicit_replication",
+)  # fmt: skip
+
+
+def is_known() -> bool:
+    """Whether this torch has all that is replaced or called here: another one's DTensors stay as they are."""
+    return all(hasattr(DTensor._op_dispatcher, name) for name in _NEEDED)
 
 
 def take_plain(is_taken: bool) -> None:
