@@ -26,6 +26,7 @@ from autopar.base.torch_compat.distributed import (
     local_tensor,
     same_group,
     settle,
+    tensor_hooks,
     tree_leaves,
     tree_map,
 )
@@ -151,6 +152,12 @@ def take_gradients(x: DTensor) -> None:
             placed = leaf.placements if isinstance(leaf, DTensor) else None
             vars(leaf)["_autopar_takes"] = leaf.register_hook(partial(_lying, placed))
         waiting += [other for other, _ in node.next_functions]
+
+
+def is_watched(x: Any) -> bool:
+    """Whether a hook of somebody else's looks at a leaf's gradient."""
+    own = vars(x).get("_autopar_takes")
+    return any(own is None or number != own.id for number in tensor_hooks(x)[0] or ())
 
 
 def _lying(placements: Any, gradient: Tensor) -> Tensor:

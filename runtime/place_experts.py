@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import local_tensor, tensor_hooks, tree_leaves
+from autopar.base.torch_compat.distributed import local_tensor, tree_leaves
 from autopar.machine.imbalance import summed_loads
 from autopar.machine.packing import busiest, packed, replicated
+from autopar.runtime.any_operator import is_watched
 from autopar.runtime.engine import Engine
 from autopar.runtime.expert_layers import ExpertLayer, has_guests, is_by_slots, is_placed, moved
 from autopar.runtime.holders import held_by
@@ -269,7 +270,7 @@ def _of_parameter(parameter: Tensor, layer: ExpertLayer, engine: Engine, but: Op
         AutoparError: something of it cannot follow.
     """
     assert isinstance(parameter, DTensor)
-    if tensor_hooks(parameter)[0]:
+    if is_watched(parameter):
         raise AutoparError(
             f"a hook looks at the gradient of experts of {layer.name}, whose rows would be other experts'",
             remedy="Remove the hook before experts are placed, or leave them at home",

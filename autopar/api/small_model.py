@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,14 +40,10 @@ def small_model(
                 parameter.copy_(noise)
     for original, module in zip(model.modules(), clone.modules(), strict=True):
         module.training = original.training  # each its own: a frozen batch norm stays frozen
-    shared = dict(_shared_buffers(model))
-    clone = clone._apply(lambda x: x.to(in_dtype(x.dtype, dtype)))  # `to` makes complex numbers real
+    _cast(clone, dtype)
     vars(clone)[_DRAWN] = fill(
         clone, lambda shape: torch.randn(shape, generator=generator, dtype=dtype) * 0.5 / shape[-1] ** 0.5
     )
-    for name, first in shared.items():  # a cast leaves parameters tied, buffers not
-        owner, _, own = name.rpartition(".")
-        setattr(clone.get_submodule(owner), own, clone.get_buffer(first))
     named, (_, spec) = tracing.tree_leaves_with_path(dict(inputs)), tracing.tree_flatten(dict(inputs))
     batch = tracing.tree_unflatten([_real(name, value, generator, clone, dtype) for name, value in named], spec)
     return clone, batch
@@ -85,13 +81,16 @@ def twin_of(model: nn.Module, loss: Callable[[nn.Module], nn.Module], tokens: in
     return model
 
 
-def _shared_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of buffers that are another one under an earlier name, and that name."""
-    names: dict[int, str] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        first = names.setdefault(id(buffer), name)
-        if first != name:
-            yield name, first
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have parameters and buffers in this dtype, and each what it is: a cast leaves parameters the same tensors, and
+    buffers, which other modules may have, too, or code in a list, are made anew.
+    """
+    buffers = [(own, name, x) for module in model.modules() for own in [module._buffers] for name, x in own.items()]
+    model._apply(lambda x: x.to(in_dtype(x.dtype, dtype)))  # `to` makes complex numbers real
+    for own, name, x in buffers:
+        cast = own[name]
+        if x is not None and cast is not None and cast is not x:
+            x.data, own[name] = cast, x
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:

@@ -204,3 +204,29 @@ def test_what_a_script_draws_next_is_what_it_was() -> None:
     plan = autopar.plan(model, Mesh({"dp": 2}, hardware="cpu"), example_inputs={"input": torch.zeros(4, 4)})
     assert plan.verify().ok
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Remembered(nn.Module):
+    """A running mean that code reads and writes as it holds it, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+        self.means = [self.mean]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.means[0].lerp_(y.mean(0), 0.1)
+        return (y - self.means[0]).square().mean()
+
+
+def test_buffers_stay_what_they_are_in_another_dtype() -> None:
+    """Breaks if a cast for the proof leaves code that holds a buffer an old one."""
+    model, x = Remembered(), torch.randn(4, 8)
+    clone, _ = small_model(model, {"x": x}, torch.float64, 0)
+    assert clone.means[0] is clone.mean and clone.mean.dtype == torch.float64  # type: ignore
+    assert model.mean.dtype == torch.float32
+    plan = autopar.plan(model, Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": x}, strategy="ddp")
+    plan.verify().raise_on_failure()
