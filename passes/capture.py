@@ -54,7 +54,7 @@ from autopar.passes.emptied import (
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import SizesByValues, graph_modules, origin_of
 from autopar.passes.fixed_slices import whole_numbers
-from autopar.passes.functional import make_functional
+from autopar.passes.functional import by_one_name, make_functional
 from autopar.passes.kept import Kept, Unwatched, may_go_by
 from autopar.passes.one_region import to_program
 from autopar.passes.packed import Packed
@@ -422,6 +422,7 @@ def _without_writes(
         mutation.without_idle_dropout(module)
         mutation.part_detached(module, origin_of)
         mutation.detach_operands(module)
+    by_one_name(exported)
     if make_functional(exported):
         return exported
     for module in modules:  # whose code torch runs

@@ -85,6 +85,24 @@ def make_functional(exported: torch.export.ExportedProgram) -> bool:
     return True
 
 
+def by_one_name(exported: torch.export.ExportedProgram) -> None:
+    """Have a buffer that several modules share (a norm of two towers) be handed in by its first name alone: torch takes
+    what is written under two names for two.
+    """
+    graph, specs = exported.graph_module.graph, exported.graph_signature.input_specs
+    holders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    firsts: dict[Any, fx.Node] = {}
+    for spec in [each for each in specs if each.kind.name == "BUFFER"]:
+        node = holders[spec.arg.name]
+        value = node.meta["val"]
+        place = compat.storage_id(value), value.storage_offset(), value.dtype, value.shape, value.stride()
+        first = firsts.setdefault(place, node)
+        if place[0] is not None and first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            specs.remove(spec)
+
+
 def written_apart(graph: fx.Graph) -> bool:
     """Give every value that an operator of a recorded graph writes a node of its own, in place (gradient formulas of
     torch write what they have just made). Nothing that is handed in may be written.

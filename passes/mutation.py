@@ -45,30 +45,43 @@ def check_hidden_writes(root: fx.GraphModule, parameters: Collection[str], where
 
     root: an exported graph. parameters: the names of its placeholders for them; what writes to these is refused apart.
     """
-    carries: set[fx.Node] = set()
+    carries, places = set[fx.Node](), set[int]()
+    own = set[int]().union(*(_places(node) for node in root.graph.nodes if node.name in parameters))
     for node in root.graph.nodes:
-        if node.name in parameters or not carries.isdisjoint(node.all_input_nodes):
-            carries.add(node)
-        if "set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+        body = _without_gradients(node, root)
+        if body is None:
+            reads = node.target is not _aten.detach.default and not carries.isdisjoint(node.all_input_nodes)
+            if node.name in parameters or (reads and _numbers(node)):
+                carries.add(node)
+                places |= _places(node) - own
             continue
-        body = getattr(root, str(node.args[1].target))
-        holders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
-        changed = {
-            inner
-            for inner, given in zip(holders, node.args[2:], strict=True)
-            if given in carries and given.name not in parameters
-        }
         for inner in body.graph.nodes:
-            if inner.op != "call_function" or not inner.args or inner.args[0] not in changed:
-                continue
-            if compat.is_mutable(inner):
+            into = inner.args[0] if inner.op == "call_function" and inner.args else None
+            if compat.is_mutable(inner) and isinstance(into, fx.Node) and not places.isdisjoint(_places(into)):
                 raise AutoparError(
                     "forward() changes a value in place under torch.no_grad(), through which a gradient passes",
                     where=where(inner),
                     remedy="write x = x + (new - x).detach() where the gradient is to pass as if nothing had changed",
                 )
-            if is_view(inner):
-                changed.add(inner)
+
+
+def _without_gradients(node: fx.Node, root: fx.GraphModule) -> fx.GraphModule | None:
+    """What a node runs under `torch.no_grad()`; None where it does nothing so."""
+    if "set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+        return None
+    found: fx.GraphModule = getattr(root, str(node.args[1].target))  # type: ignore[union-attr]
+    return found
+
+
+def _numbers(node: fx.Node) -> list[Tensor]:
+    """What a node gives that may have a gradient."""
+    leaves = compat.tree_flatten(node.meta.get("val"))[0]
+    return [x for x in leaves if isinstance(x, Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)]
+
+
+def _places(node: fx.Node) -> set[int]:
+    """The memory in which these lie."""
+    return {place for x in _numbers(node) if (place := compat.storage_id(x)) is not None}
 
 
 def detach_operands(module: fx.GraphModule) -> None:
@@ -76,9 +89,9 @@ def detach_operands(module: fx.GraphModule) -> None:
     is written there into a buffer, or returned, would be differentiated.
     """
     for node in module.graph.nodes:
-        if "set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+        body = _without_gradients(node, module)
+        if body is None:
             continue
-        body = getattr(module, str(node.args[1].target))
         holders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         for holder, given in zip(holders, node.args[2:], strict=True):
             value = given.meta.get("val") if isinstance(given, fx.Node) else None
@@ -100,10 +113,10 @@ def part_detached(module: fx.GraphModule, where: Callable[[fx.Node], str]) -> No
     """
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in list(module.graph.nodes):
-        if not _begins_anew(node, module) or not _is_written(node):
+        root = _detached_from(node, module)
+        if root is None or not _is_written(node):
             continue
         first = min(order[each] for each in _aliases(node) if compat.is_mutable(each))
-        root = _root(node)
         if root is not node and any(order[each] > first for each in _aliases(root, node)):
             raise AutoparError(
                 "forward() writes into what it has detached, and reads afterwards what it was detached from",
@@ -149,18 +162,26 @@ def unsaid_views(graph: fx.Graph) -> set[compat.OpOverload]:
     return found
 
 
-def _begins_anew(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a value is detached from one that forward made, or comes out of a `torch.no_grad()` that made it."""
-    if node.target is _aten.detach.default:
-        return _root(node).op == "call_function"
+def _detached_from(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
+    """What forward made that a value is detached from, or comes out of a `torch.no_grad()` of: itself where that made
+    it. None where it is neither, or of what was handed in.
+    """
+    found = None
     source = node.args[0] if node.target is operator.getitem else None
-    if not isinstance(source, fx.Node) or "set_grad_enabled" not in str(source.target) or source.args[0] is not False:
-        return False
-    body = getattr(module, str(getattr(source.args[1], "target", "")))
-    (returned,) = next(inner for inner in body.graph.nodes if inner.op == "output").args
-    number: Any = node.args[1]
-    made = returned[number] if isinstance(returned, list | tuple) else returned
-    return isinstance(made, fx.Node) and _root(made).op == "call_function"
+    if node.target is _aten.detach.default:
+        found = _root(node)
+    elif isinstance(source, fx.Node) and (body := _without_gradients(source, module)) is not None:
+        (returned,) = next(inner for inner in body.graph.nodes if inner.op == "output").args
+        number: Any = node.args[1]
+        made = returned[number] if isinstance(returned, list | tuple) else returned
+        found = _root(made) if isinstance(made, fx.Node) else None
+        if found is not None and found.op == "placeholder":
+            holders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+            given: Any = source.args[2:][holders.index(found)]
+            found = _root(given)
+        elif found is not None:
+            found = node
+    return found if found is not None and found.op == "call_function" else None
 
 
 def _root(node: fx.Node) -> fx.Node:

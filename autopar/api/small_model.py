@@ -85,12 +85,12 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Have parameters and buffers in this dtype, and each what it is: a cast leaves parameters the same tensors, and
     buffers, which other modules may have, too, or code in a list, are made anew.
     """
-    buffers = [(own, name, x) for module in model.modules() for own in [module._buffers] for name, x in own.items()]
+    buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items()]
     model._apply(lambda x: x.to(in_dtype(x.dtype, dtype)))  # `to` makes complex numbers real
-    for own, name, x in buffers:
-        cast = own[name]
+    for module, name, x in buffers:
+        cast = module._buffers[name]
         if x is not None and cast is not None and cast is not x:
-            x.data, own[name] = cast, x
+            x.data, module._buffers[name] = cast, x
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:

@@ -227,7 +227,7 @@ def summed_up() -> tuple[int, int, bool]:
 
     from autopar.integrations.transformers import ForCompiled
 
-    class Compiled(ForCompiled, hf.Seq2SeqTrainer):  # type: ignore[misc]
+    class Compiled(ForCompiled, hf.Seq2SeqTrainer):
         pass
 
     config = hf.T5Config(

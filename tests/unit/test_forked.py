@@ -36,7 +36,7 @@ def test_what_a_task_raises_is_raised() -> None:
 def test_nothing_is_changed_here_and_large_results_come_whole() -> None:
     """Breaks if tasks run in the process itself, or if a pipe's worth of a result is taken for all of it."""
     here: list[int] = []
-    assert run_forked([partial(here.append, 1), partial(bytes, 1 << 20)], 60.0) == [None, bytes(1 << 20)]  # type: ignore[list-item]
+    assert run_forked([partial(here.append, 1), partial(bytes, 1 << 20)], 60.0) == [None, bytes(1 << 20)]
     assert here == []
     before = torch.get_num_threads()
     assert run_forked([torch.get_num_threads], 60.0) == [1]

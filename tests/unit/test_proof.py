@@ -230,3 +230,12 @@ def test_buffers_stay_what_they_are_in_another_dtype() -> None:
     assert model.mean.dtype == torch.float32
     plan = autopar.plan(model, Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": x}, strategy="ddp")
     plan.verify().raise_on_failure()
+
+
+def test_what_is_no_number_and_becomes_one_has_changed() -> None:
+    """Breaks if a buffer that is none at first counts as unchanged where eager fills it with zeros, or one that stays
+    none as changed.
+    """
+    nan, zero = torch.tensor([torch.nan, 1.0]), torch.tensor([0.0, 1.0])
+    assert proof._is_as_it_was(nan.clone(), nan) and not proof._is_as_it_was(zero, nan)
+    assert not proof._is_as_it_was(nan.double(), nan) and not proof._is_as_it_was(nan[:1], nan)

@@ -31,7 +31,7 @@ def _model(name: str, layers: int) -> nn.Module:
         )
     else:
         made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    return made.eval()  # type: ignore[no-any-return]
+    return made.eval()
 
 
 @pytest.mark.moderate

@@ -316,3 +316,44 @@ def test_writes_of_a_recorded_graph(how: Callable[[Tensor], Tensor]) -> None:
     found, wanted = module(x.clone()), how(x.clone())
     assert found.dtype == wanted.dtype
     assert torch.equal(found, wanted)
+
+
+class Tower(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+class Towers(nn.Module):
+    """Two towers that share a norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = Tower(norm), Tower(norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one(x) * self.other(x)).square().mean()
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), Centred()])
+def test_modules_that_share_a_norm(norm: nn.Module) -> None:
+    """Breaks if statistics that two modules have under two names cannot be traced, or one's update is lost."""
+    mesh = autopar.Mesh({"dp": 2}, hardware="cpu")
+    plan = autopar.plan(Towers(norm), mesh, example_inputs={"x": torch.randn(8, 4)}, strategy="ddp")
+    proof = plan.verify().raise_on_failure()
+    names = {row.name for row in proof.comparisons if row.name.startswith("buffer ")}
+    assert names == {f"buffer one.norm.{name}" for name, _ in norm.named_buffers()}

@@ -89,6 +89,6 @@ class Case:
         q, k, v, g = (x[:, :, here] for x in (self.q, self.k, self.v, self.g))
         bias = self.bias if self.bias is None or self.bias.shape[2] == 1 else self.bias[:, :, here]
         tensors = (q, k, v, bias, self.keys, self.sinks, self.seed)
-        out, lse = comm.ring_attention("cp", *tensors, **said, **ring)  # type: ignore[arg-type]
+        out, lse = comm.ring_attention("cp", *tensors, **said, **ring)
         backward = comm.ring_attention_backward if bias is None else comm.ring_attention_backward_bias
         return out, lse, *backward("cp", g, *tensors, out, lse, **said, **ring)

@@ -98,7 +98,7 @@ def test_guests_relieve_the_rank_of_a_hot_expert() -> None:
             layer = layer_in(tuple(range(EXPERTS)), comm)
             layer.place(layer.slots, guests)
             slots = layer.numbers(comm.slice(routing("hot"), "dp", 0)[:, :1])
-            return slots.flatten().tolist()  # type: ignore[no-any-return]
+            return slots.flatten().tolist()
 
         return [slot for each in SimulatedMesh(("dp",), (4,)).run(run) for slot in each]
 

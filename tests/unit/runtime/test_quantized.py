@@ -127,9 +127,9 @@ def saved(kind: str, folder: Path) -> tuple[Net, torch.dtype]:
     parts: dict[str, Parts] = {}
     for name in ("first", "second"):
         layer = model.get_submodule(name)
-        parts[name], weight = make(*layer.weight.shape)  # type: ignore[arg-type, misc, union-attr]
+        parts[name], weight = make(*layer.weight.shape)  # type: ignore[misc]
         model = model.to(weight.dtype)
-        layer.weight.data = weight  # type: ignore[union-attr]
+        layer.weight.data = weight
     for name, value in model.state_dict().items():
         if name not in ("first.weight", "second.weight"):
             tensors[name] = value

@@ -50,7 +50,7 @@ def model_of(kind: str) -> nn.Module:
             made: Any = transformers.Qwen2MoeForCausalLM(config)
         else:
             made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    return made.eval().to(torch.bfloat16)  # type: ignore[no-any-return]
+    return made.eval().to(torch.bfloat16)
 
 
 def candidate(first_s: float, then_s: float, batch: int, size: float = 1.0, *, fits: bool = True) -> TokenCandidate:
