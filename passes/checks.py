@@ -56,31 +56,19 @@ _MOST_FRAMES = 64
 
 
 class ChecksPass(TorchFunctionMode):
-    """While a model is traced: numbers that are known are read, functions that do not trace have others instead.
-
-    A parameter or buffer that code holds by itself (in a list, a closure) is what the model has in its place meanwhile.
-    """
+    """While a model is traced: numbers that are known are read, functions that do not trace have others instead."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         modules = [] if model is None else model.modules()
-        named = [(module, each) for module in modules for each in (module._parameters, module._buffers)]
-        found = [(x, module, name) for module, own in named for name, x in own.items() if x is not None]
-        self._held = {id(x): (x, module, name) for x, module, name in found}
+        named: list[dict[str, Any]] = [own for module in modules for own in (module._parameters, module._buffers)]
+        self._held = [(own, name) for own in named for name, x in own.items() if x is not None]
         self._rebound = Rebound()
-
-    def _in_place(self, value: Any) -> Any:
-        """A value as an argument: what the trace has of a tensor of the model's, unless it has that tensor itself."""
-        if isinstance(value, torch.Tensor) and id(value) in self._held and compat.node_of(value) is None:
-            _, module, name = self._held[id(value)]
-            return module._parameters.get(name, module._buffers.get(name))
-        return type(value)(map(self._in_place, value)) if type(value) in (list, tuple) else value
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args = tuple(map(self._in_place, args))
-        kwargs = {name: self._in_place(each) for name, each in (kwargs or {}).items()}
+        kwargs = kwargs or {}
         if func in _READING and args[0].numel() == 1:
             value = compat.known_value(args[0])
             if value is not None:
@@ -92,7 +80,7 @@ class ChecksPass(TorchFunctionMode):
         if func == _GET_DATA:  # of which torch's own passes know nothing
             return args[0].detach()
         if func == _SET_DATA:
-            held = [self._in_place(x) for x, _, _ in self._held.values()]
+            held = [x for own, name in self._held if (x := own.get(name)) is not None]
             return self._rebound.set(args[0], args[1], held, _line)
         self._rebound.look_at(func, args, kwargs, _line)
         if func in _HOOKS:

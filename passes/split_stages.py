@@ -321,7 +321,7 @@ def summarize(program: Program) -> PipelineSummary:
         forwards = sum(len(program.region(program.calls[n].region).forward_nodes) for n in stage.calls)
         stages.append(
             StageSummary(
-                _runs(program, own),
+                _runs(program, own) or "nothing, and hands on",
                 ", ".join(program.calls[number].region for number in stage.recomputed),
                 ", ".join(program.port(ref).name for ref in stage.sends),
                 sum(variable.type.num_elements for variable in variables),

@@ -206,7 +206,11 @@ def _operators(plan: PlanRecord) -> list[str]:
 def _what_ifs(plan: PlanRecord, factors: Sequence[float], say: Say) -> Iterator[WhatIf]:
     for number, factor in enumerate(factors):
         say(f"planning with {factor:.0%} of the memory", number, len(factors))
-        yield with_memory(replace(plan, memory_limit_bytes=plan.memory_limit_bytes), factor)
+        try:
+            yield with_memory(replace(plan, memory_limit_bytes=plan.memory_limit_bytes), factor)
+        except AutoparError as error:
+            logger.warning("the report does not say what other memory would buy: %s", error)
+            return
 
 
 def _pictures(plan: PlanRecord, boxes: dict[str, list[str]], say: Say) -> Iterator[Picture]:

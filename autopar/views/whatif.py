@@ -69,12 +69,18 @@ def with_memory(plan: PlanRecord, factor: float) -> WhatIf:
     The plan was made in this process, or has its model (`explain.with_program`).
 
     Raises:
-        AutoparError: a plan without a memory limit, or without its model.
+        AutoparError: a plan without a memory limit, or without its model; or of a forward that draws, or counts, what
+            it does: made again, it may be of another step.
     """
     if plan.memory_limit_bytes is None:
         raise AutoparError("the plan has no memory limit", remedy="plan with memory_limit=bytes")
     if plan.model is None or plan.inputs is None:
         raise AutoparError("the plan was loaded from a file, without its model", remedy="make it with autopar.plan")
+    if plan.program is not None and plan.program.told is not None:
+        raise AutoparError(
+            "forward draws, or counts, what it does: planned once more, it may do something else",
+            remedy="make both plans yourself, with memory_limit= and the same seed before each",
+        )
     limit = plan.memory_limit_bytes * factor
     strategy: dict[str, Any] = dict(zip(plan.stage_mesh.axis_names, plan.strategies, strict=True))
     if plan.asked is not None:

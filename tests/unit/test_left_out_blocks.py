@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.again import same_stages, unused_as_stored
 from autopar.base.errors import AutoparError
+from autopar.ir.stages import Stage
 from autopar.runtime.holders import holders
 from autopar.strategies.pipelining.spec import PipelineSpec
 
@@ -74,6 +78,22 @@ def test_stages_keep_their_parameters_whatever_a_step_leaves_out(
         other = autopar.plan(model, MESH, example_inputs=BATCH, strategy=stages, microbatches=2)
         assert holders(unused_as_stored(other, plan).interface) == held
         assert number or other.verify().ok
+        said = [stage.runs == "nothing, and hands on" for stage in other.pipeline.stages]  # type: ignore[union-attr]
+        assert said == [not stage.calls for stage in _stages(other)]
+
+
+def _stages(plan: autopar.Plan) -> Sequence[Stage]:
+    assert plan.program is not None and plan.program.pipeline is not None
+    return plan.program.pipeline.stages
+
+
+@pytest.mark.moderate
+def test_a_report_of_a_forward_that_draws(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Breaks if a report plans another step's blocks for what other memory would buy, and ends in its refusal."""
+    _drawing(0, 1, 2, 4)
+    plan = autopar.plan(Dropping(), MESH, example_inputs=BATCH, strategy={"pp": "pipeline(1f1b)"}, microbatches=2)
+    plan.report(tmp_path / "report.html")
+    assert "what other memory would buy: forward draws" in caplog.text and (tmp_path / "report.html").exists()
 
 
 @pytest.mark.moderate
