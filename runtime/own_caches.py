@@ -9,7 +9,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autopar.base.huggingface import caches
 from autopar.base.huggingface.masks_of_generate import spelled_out
@@ -32,7 +31,7 @@ class Caches:
         self.generating: weakref.ref[Any] | None = None
         self._num_drivers = 0
 
-    def new_cache(self, batch: int, length: int, encoded: Tensor | None) -> Any:
+    def new_cache(self, batch: int, length: int, encoded: Any) -> Any:
         """An empty cache, whole until a program has said how it lies. encoded: by an encoder."""
         assert self.maker is not None
         return self.maker(batch, length, self.device, encoded)
@@ -75,7 +74,7 @@ class Caches:
 def of_generate(original: Any) -> dict[str, Any]:
     """What a compiled class has of `generate()` in the place of its original's."""
 
-    def make(self: Any, batch: int, length: int, encoded: Tensor | None) -> Any:
+    def make(self: Any, batch: int, length: int, encoded: Any) -> Any:
         return self.autopar.caches.new_cache(batch, length, encoded)
 
     def chunk(self: Any) -> int | None:

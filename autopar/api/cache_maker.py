@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.base.codes import check_storage
 from autopar.base.errors import AutoparError
@@ -25,7 +25,7 @@ class CacheMaker:
     model: nn.Module | None = None
     ways: int = 1
 
-    def __call__(self, batch: int, length: int, device: torch.device, encoded: Tensor | None) -> Any:
+    def __call__(self, batch: int, length: int, device: torch.device, encoded: Any) -> Any:
         """See `caches.new_cache`; of the length that was planned, where that is more."""
         assert self.model is not None
         if self.planned is not None:

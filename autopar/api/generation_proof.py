@@ -140,7 +140,7 @@ class _Run:
         self.programs: dict[tuple[Any, ...], tuple[Program, str]] = {}
         self.kept: Any = None
 
-    def cache(self, model: Any, rows: int, length: int, encoded: Tensor | None) -> Any:
+    def cache(self, model: Any, rows: int, length: int, encoded: Any) -> Any:
         return caches.new_cache(self.model, rows, self.length, torch.device("cpu"), encoded, self.storage)
 
     def step(self, given: dict[str, Any]) -> Any:

@@ -59,6 +59,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "decoder_start_token_id": 4,
          "suppress_tokens": None, "begin_suppress_tokens": None},
     ),
+    # A mask of what is left of sounds, by the encoder.
+    "moonshine": (
+        "Moonshine",
+        {"hidden_size": 32, "intermediate_size": 48, "encoder_num_hidden_layers": 1,
+         "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
+         "max_position_embeddings": 64, "decoder_start_token_id": 1, "pad_token_id": 0, **WORDS},
+    ),
     # Positions as a bias of the scores.
     "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, **WORDS}),
     # A part of each head is rotated, attention and products side by side.
@@ -91,6 +98,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "T5": ("T5Config", "T5ForConditionalGeneration"),
     "Bart": ("BartConfig", "BartForConditionalGeneration"),
     "Whisper": ("WhisperConfig", "WhisperForConditionalGeneration"),
+    "Moonshine": ("MoonshineConfig", "MoonshineForConditionalGeneration"),
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
 }
 
@@ -131,8 +139,8 @@ def pairs(*, stages: bool) -> list[tuple[str, str]]:
 
 
 def model_and_prompt(name: str, gain: float = 1.0) -> tuple[Any, dict[str, Tensor]]:
-    """A model with random weights, and prompts of different lengths, padded on the left (of Whisper: sounds). gain: of
-    the matrices; GAIN has tokens depend on all positions before them, and not on the last alone.
+    """A model with random weights, and prompts of different lengths, padded on the left (of Whisper and Moonshine:
+    sounds). gain: of the matrices; GAIN has tokens depend on all positions before them, and not on the last alone.
     """
     import transformers
     from transformers.pytorch_utils import Conv1D
@@ -150,6 +158,11 @@ def model_and_prompt(name: str, gain: float = 1.0) -> tuple[Any, dict[str, Tenso
     if name == "whisper":
         loud = gain * gain * torch.randn(4, 8, 24, generator=torch.Generator().manual_seed(1))
         return model, {"input_features": loud}
+    if name == "moonshine":
+        sounds = torch.randn(4, 1600, generator=torch.Generator().manual_seed(1))
+        mask = torch.ones(4, 1600, dtype=torch.long)
+        mask[1, 1000:] = 0
+        return model, {"input_values": sounds, "attention_mask": mask}
     ids = torch.randint(5, 96, (4, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

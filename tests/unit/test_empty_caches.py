@@ -55,7 +55,7 @@ def test_a_cache_is_empty_until_tokens_are_written() -> None:
     assert _kinds(cache) == [True]
     cache.advance(3)
     assert _kinds(cache) == [False] and int(cache.get_seq_length()) == 3
-    encoded = torch.zeros(1, 4, 32, dtype=torch.float64)
+    encoded = (torch.zeros(1, 4, 32, dtype=torch.float64),)
     assert _kinds(known_empty(caches.new_cache(_model("t5"), 1, 8, CPU, encoded))) == [True, False]
 
 

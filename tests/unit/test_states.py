@@ -64,7 +64,7 @@ def _model(name: str) -> Any:
 
 
 def _cache(name: str, length: int = 8) -> Any:
-    encoded = torch.zeros(2, 6, 32, dtype=torch.float64) if name == "t5" else None
+    encoded = (torch.zeros(2, 6, 32, dtype=torch.float64),) if name == "t5" else None
     return caches.new_cache(meta_clone(_model(name)), 2, length, torch.device("cpu"), encoded)
 
 
@@ -234,3 +234,36 @@ def test_a_model_that_keeps_no_cache_of_this_kind_is_told() -> None:
         model = transformers.RwkvForCausalLM(config)
     with pytest.raises(AutoparError, match=r"takes no past_key_values(.|\n)*use_cache=False"):
         caches.new_cache(model, 1, 4, torch.device("cpu"))
+
+
+def test_a_decoder_reads_what_its_encoder_gave_beside_hidden_states() -> None:
+    """Breaks if a model is asked what it keeps with less than its encoder gave: a mask that is shorter than the sound,
+    which the decoder looks for, or as many rows as the encoder had where beams have more.
+    """
+    import transformers
+
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "encoder_num_hidden_layers": 1,
+        "decoder_num_hidden_layers": 1, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
+    }  # fmt: skip
+    model = transformers.MoonshineForConditionalGeneration(transformers.MoonshineConfig(**sizes)).eval()
+    sounds = {"input_values": torch.zeros(2, 1600), "attention_mask": torch.ones(2, 1600, dtype=torch.long)}
+    encoded = model.get_encoder()(**sounds)
+    assert encoded.attention_mask is not None
+    made = caches.new_cache(meta_clone(model), 6, 4, torch.device("cpu"), encoded)
+    length = encoded.last_hidden_state.shape[1]
+    assert [tuple(x.shape) for x in made.states() if x.dim()] == [(6, 4, 4, 8)] * 2 + [(6, 4, length, 8)] * 2
+
+
+def test_a_model_that_gives_no_cache_back_is_told() -> None:
+    """Breaks if tokens are generated over a cache that forward writes and does not return: each sees itself."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    looks_back, both_ways = (
+        transformers.BertLMHeadModel(transformers.BertConfig(**sizes, intermediate_size=16, is_decoder=decodes)).eval()
+        for decodes in (True, False)
+    )
+    assert caches.new_cache(looks_back, 1, 4, torch.device("cpu")).states()
+    with pytest.raises(AutoparError, match=r"gives no cache back(.|\n)*use_cache=False"):
+        caches.new_cache(both_ways, 1, 4, torch.device("cpu"))

@@ -113,7 +113,7 @@ def test_layers_say_how_they_store() -> None:
     assert [(tuple(x.shape), x.dtype) for x in lfm2.states()[1:3]] == [
         ((2, 2, 6, 4), torch.uint8), ((2, 2, 6, 1), torch.float64)
     ]  # fmt: skip
-    encoded = torch.zeros(2, 5, 32, dtype=torch.float64)
+    encoded = (torch.zeros(2, 5, 32, dtype=torch.float64),)
     t5 = caches.new_cache(_model("t5"), 2, 6, torch.device("cpu"), encoded, "fp8")
     assert [(layout.kind, layout.storage) for layout in t5.layouts()] == [("attention", "fp8"), ("cross", "fp8")]
     leaves, spec = tracing.tree_flatten({"past_key_values": t5})
@@ -162,7 +162,7 @@ def test_codes_are_taken_up_again(storage: str) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_what_an_encoder_gave_is_rounded_for_the_first_token_too(storage: str) -> None:
     """Breaks if the first token sees keys of an encoder's output as they came, and those after it as they are kept."""
-    encoded = torch.zeros(2, 5, 32, dtype=torch.float64)
+    encoded = (torch.zeros(2, 5, 32, dtype=torch.float64),)
     cache = caches.new_cache(_model("t5"), 2, 6, torch.device("cpu"), encoded, storage)
     keys, values = torch.randn(2, 2, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     seen = cache.cross_attention_cache.update(keys, values, 0)

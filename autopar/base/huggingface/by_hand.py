@@ -52,7 +52,7 @@ class Engine(Protocol):
         """One forward of a script that goes on with a cache."""
         ...
 
-    def new_cache(self, batch: int, length: int, encoded: Tensor | None, /) -> Any:
+    def new_cache(self, batch: int, length: int, encoded: Any, /) -> Any:
         """An empty cache. encoded: what an encoder gave."""
         ...
 

@@ -33,7 +33,11 @@ from autopar.base.huggingface.reuse import (
     put,
 )
 from autopar.base.huggingface.unknown_values import guessed
+from autopar.base.torch_compat.trees import tree_leaves, tree_map
 
+_NOT_GIVEN = (
+    "it gives no cache back, as those of transformers that are no decoders (config.is_decoder) and look both ways"
+)
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
 WITHOUT = "call it with use_cache=False, which computes every position again for each token"
@@ -157,10 +161,9 @@ def _unwarned(module: nn.Module) -> Iterator[None]:
             vars(each).pop(_WARNS, None)
 
 
-def encoded_among(given: Mapping[str, Any]) -> Tensor | None:
-    """What the encoder gave, [batch, length, dim], among the arguments of a call."""
-    found = given.get("encoder_outputs")
-    return None if found is None else found[0]
+def encoded_among(given: Mapping[str, Any]) -> Any:
+    """What the encoder gave among the arguments of a call, as it gave it: hidden states first, [batch, length, dim]."""
+    return given.get("encoder_outputs")
 
 
 def num_new(given: Mapping[str, Any]) -> int:
@@ -209,13 +212,13 @@ _give: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def new_cache(
-    model: nn.Module, batch: int, length: int, device: torch.device, encoded: Tensor | None = None,
+    model: nn.Module, batch: int, length: int, device: torch.device, encoded: Any = None,
     storage: str | None = None,
 ) -> Any:  # fmt: skip
     """An empty cache for `batch` sequences of up to `length` positions, whose zeros take no memory until they are cut.
 
-    model: what its layers keep is found by a forward of it, without data. encoded: what an encoder gave,
-    [any, length, dim], where there is one. storage: of keys and values (`base/codes.py`); None: as they are.
+    model: what its layers keep is found by a forward of it, without data. encoded: what an encoder gave, of any rows,
+    where there is one. storage: of keys and values (`base/codes.py`); None: as they are.
 
     Raises:
         AutoparError: layers that keep what is no state, or keys that cannot be stored so.
@@ -223,11 +226,11 @@ def new_cache(
     from autopar.base.huggingface.states import StateCache, StatePairCache, states_across, states_of_layer
 
     known = _known.setdefault(model, {})
-    key = (batch, None if encoded is None else (tuple(encoded.shape), encoded.dtype))
+    key = (batch, *((tuple(x.shape), x.dtype) for x in tree_leaves(encoded) if isinstance(x, Tensor)))
     if key not in known:
         known[key] = _written_layers(model, batch, encoded)
     layers, crossing = known[key]
-    across = 0 if encoded is None else encoded.shape[1]
+    across = 0 if encoded is None else encoded[0].shape[1]
     layouts: list[Layout] = []
     states: list[Tensor] = []
     for number, layer in enumerate([*layers, *crossing]):
@@ -246,7 +249,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[list[Any], list[Any
 """What models' layers keep, on meta, by rows and what an encoder gave."""
 
 
-def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[list[Any], list[Any]]:
+def _written_layers(model: Any, batch: int, encoded: Any) -> tuple[list[Any], list[Any]]:
     """transformers' layers of the model's own cache, and of what it keeps of an encoder, after a forward of one token.
 
     One kind of cache knows lengths as numbers, the other's masks do not ask what is in them: either serves models that
@@ -254,7 +257,6 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
     (`unknown_values.py`), once neither does.
     """
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
-    from transformers.modeling_outputs import BaseModelOutput
 
     name = name_of(model)
     if name is None:
@@ -266,7 +268,10 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
         lambda length: StaticCache(config, max_cache_len=length), lambda length: DynamicCache(config=config)
     ]  # fmt: skip
     for without_values, make in itertools.product((nullcontext, guessed), kinds):
-        probe = make(1)
+        try:
+            probe = make(1)
+        except KeyError:  # layers of which there is no static kind: the other has their names
+            continue
         for number, layer in enumerate(probe.layers):
             if type(layer).__name__ not in KINDS:
                 raise _refused(model, f"it keeps a {type(layer).__name__}", number)
@@ -274,20 +279,39 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
         _counts[model] = False
         _watch_counting(probe, model)
         if encoded is not None:
-            behind = make(encoded.shape[1])
+            behind = make(encoded[0].shape[1])
             probe, crossing = EncoderDecoderCache(probe, behind), behind.layers
-            hidden: Any = torch.zeros(batch, *encoded.shape[1:], dtype=encoded.dtype, device="meta")
-            given = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+            given = {"decoder_input_ids": ids, "encoder_outputs": _without_data(encoded, batch)}
         try:
             with without_values():
-                called_without_data(model, {**given, name: probe, "use_cache": True})
+                output = called_without_data(model, {**given, name: probe, "use_cache": True, "return_dict": True})
         except (RuntimeError, NotImplementedError, ValueError) as error:  # ValueError: it takes no cache but its own
             failed = failed or error
-        else:
-            return layers, crossing
+            continue
+        if getattr(output, name, None) is None:
+            raise _refused(model, _NOT_GIVEN)
+        return layers, crossing
     said = str(failed).splitlines()[0][:200]
     why = said if isinstance(failed, ValueError) else f"its forward() asks what is in tensors: {said}"
     raise _refused(model, why) from failed
+
+
+def _without_data(encoded: Any, batch: int) -> Any:
+    """What an encoder gave, in the class in which it gave it, for so many rows and on meta; but for masks, which change
+    no shape, and library code asks what is in them.
+    """
+    rows = encoded[0].shape[0]
+
+    def empty(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        shape = (batch, *x.shape[1:]) if x.dim() and x.shape[0] == rows else x.shape
+        return torch.empty(shape, dtype=x.dtype, device="meta")
+
+    if not isinstance(encoded, Mapping):
+        return tree_map(empty, encoded)
+    kind: Any = type(encoded)
+    return kind(**{name: tree_map(empty, x) for name, x in encoded.items() if not name.endswith("mask")})
 
 
 _counts: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -342,7 +366,7 @@ class _Call:
     """A call of `generate()`, while it runs."""
 
 
-Maker = Callable[[Any, int, int, Tensor | None], Any]
+Maker = Callable[[Any, int, int, Any], Any]
 """(model, batch, length, what its encoder gave) -> a cache."""
 
 
