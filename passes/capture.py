@@ -63,6 +63,7 @@ from autopar.passes.ragged import Ragged
 from autopar.passes.read_numbers import Numbers
 from autopar.passes.reassigned import Reassigned
 from autopar.passes.recurrent import Packs
+from autopar.passes.retraced import retraced
 from autopar.passes.tables_of_lengths import by_positions
 from autopar.passes.told import Telling, rows_among, start_of, with_told
 from autopar.passes.usual import Checked, Decides, Usual
@@ -70,7 +71,6 @@ from autopar.passes.written_down import WrittenDown
 
 logger = logging.getLogger("autopar.capture")
 
-_OF_GRAPHS = frozenset(dir(torch.fx.GraphModule)) - frozenset(dir(nn.Module))
 LEAST_BLOCKS = 2
 """Blocks for which it is worth looking whether one repeats another."""
 _SLIPS = (TypeError, AttributeError, KeyError, IndexError, NameError)
@@ -425,23 +425,14 @@ def _without_writes(
     by_one_name(exported)
     if make_functional(exported):
         return exported
-    for module in modules:  # whose code torch runs
-        module.recompile()
-    names = [str(spec.target) for spec in exported.graph_signature.input_specs if spec.target]
     # torch writes a program of its own here and runs it, with these names as they are.
-    unsafe = [name for name in names if not name.isprintable() or set(name) & {'"', "\\"}]
-    # It keeps the model's own beside them: a buffer called `code` is in the way of the program's text.
-    unsafe += [name for name in names if name.partition(".")[0] in _OF_GRAPHS]
-    if unsafe := unsafe + [name for name in arguments if not name.isidentifier() or keyword.iskeyword(name)]:
+    if unsafe := [name for name in arguments if not name.isidentifier() or keyword.iskeyword(name)]:
         raise AutoparError(
-            "a model that writes into its buffers cannot be traced with names that torch cannot write down",
+            "a model that writes into its buffers cannot be traced with inputs whose names torch cannot write down",
             values=", ".join(repr(name[:80]) for name in unsafe[:3]),
-            remedy="rename its modules, buffers and inputs: no quotes, backslashes or line ends in names, and none of "
-            "torch.fx.GraphModule's own (code, graph)",
+            remedy="rename them: letters, digits and underscores",
         )
-    apart = mutation.unsaid_views(exported.graph_module.graph)
-    known = torch.export.default_decompositions() if apart else {}
-    exported = exported.run_decompositions({target: known[target] for target in apart if target in known})
+    exported = retraced(exported)
     mutation.check(exported.graph_module.graph, origin_of)
     return exported
 

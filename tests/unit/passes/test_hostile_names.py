@@ -131,16 +131,63 @@ def test_programs_with_hostile_names(name: str, kind: str) -> None:
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("name", [f'a"), {RUNS}, getattr(self, "b', "a\nb", "a\\b"])
+@pytest.mark.parametrize("name", [f'a"), {RUNS}, getattr(self, "b', "a\nb", "a\\b", "a b{0}'"])
 def test_names_that_torch_would_run(name: str) -> None:
     """Breaks if a model is traced through a program that torch writes with the names as they are, and runs."""
     mesh, batch = Mesh({"dp": 2}, hardware="cpu"), {"x": torch.randn(4, 4)}
-    with pytest.raises(AutoparError, match="names that torch cannot write down"):
-        autopar.plan(WritesAside(name), mesh, example_inputs=batch)
-    assert not MARK.exists()
-    for model in (Writes(name), WritesAside("a b{0}'")):  # no second trace, and a name that is none of code
+    for model in (Writes(name), WritesAside(name)):  # the second is traced twice
         assert autopar.plan(model, mesh, example_inputs=batch).verify().ok
     assert not MARK.exists()
+    with pytest.raises(AutoparError, match="inputs whose names torch cannot write down"):
+        autopar.plan(Anything(name), mesh, example_inputs={name: torch.randn(4, 4)})
+    assert not MARK.exists()
+
+
+class Anything(WritesAside):
+    """An input of any name."""
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return super().forward(inputs[self.name])
+
+
+class Counts(nn.Module):
+    """A buffer, one that is not saved, a parameter and a plain tensor, beside numbers that forward writes down; what
+    it writes is traced twice.
+    """
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer(names[0], torch.zeros(4))
+        self.register_buffer(names[1], torch.zeros(4), persistent=False)
+        self.register_parameter(names[2], nn.Parameter(torch.ones(4)))
+        object.__setattr__(self, names[3], torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, passing, scale, plain = (getattr(self, name) for name in self.names)
+        h = self.layer(x)
+        with torch.no_grad():
+            kept.mul_(0.9).add_(0.1 * h.mean(0))
+            passing.view(2, 2).add_(torch.tensor([1.0, 2.0]))
+        return ((h - kept - passing) * scale + plain).square().mean()
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize(
+    "names",
+    [("code", "_graph", "recompile", "graph"), ("held_4", "held_5", "held_6", "meta")],
+    ids=["public", "ours"],
+)
+def test_names_that_torchs_graphs_have(names: tuple[str, ...]) -> None:
+    """Breaks if what torch traces a second time keeps the model's names, which are attributes of its own module; if a
+    name comes back as another's, or if checks of dtypes are read as others in the proof.
+    """
+    model = Counts(*names)
+    plan = autopar.plan(model, Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 4)})
+    proof = plan.verify()
+    assert proof.ok, str(proof)
+    assert {f"buffer {name}" for name in names[:2]} <= {row.name for row in proof.comparisons}
 
 
 @pytest.mark.moderate
