@@ -30,7 +30,7 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Share
 from autopar.ir.verify import check_program
 from autopar.passes.annotate import annotate
-from autopar.passes.batching import RowsTogether, analyse
+from autopar.passes.batching import RowsTogether, in_microbatches
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.fuse_attention import fuse_attention
@@ -291,7 +291,22 @@ def _capture(request: Attempt) -> Program:
     found = _captured(request)
     if not request.wanted:
         return found
+    if found.batching is not None:
+        _check_not_told(found, request.wanted)
     return replace(found, inputs=tuple(replace(p, differentiable=p.name in request.wanted) for p in found.inputs))
+
+
+def _check_not_told(program: Program, wanted: Collection[str]) -> None:
+    """Raises RowsTogether for an input whose gradient would come through what is known before the program runs."""
+    assert program.batching is not None
+    for port in program.inputs:
+        if port.name in program.batching.told_by.intersection(wanted) and port.type.dtype.is_floating_point:
+            raise RowsTogether(
+                f"the gradient of the input {port.name} comes through what is made of all rows of the batch, which no "
+                "microbatch has",
+                values="an average is divided by it, or weighted with it",
+                remedy="microbatches=1",
+            )
 
 
 def _captured(request: Attempt) -> Program:
@@ -325,8 +340,7 @@ def _captured(request: Attempt) -> Program:
             part = captured(first, whole)
         except AutoparError as error:
             raise _not_traced(error, first, request) from error
-        batching = analyse(part, request.microbatches, other=whole)
-        request.captured[request.microbatches] = replace(part, microbatches=request.microbatches, batching=batching)
+        request.captured[request.microbatches] = in_microbatches(part, request.microbatches, whole)
     return replace(request.captured[request.microbatches], share=_share(request))
 
 

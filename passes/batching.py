@@ -12,36 +12,63 @@ the model makes of them is a sum, a mean, or an average weighted by a count (`ba
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.base.errors import AutoparError
 from autopar.ir.batching import Batching, OutputBatching
 from autopar.ir.graphs import op_call, operands_of
 from autopar.ir.nodes import is_float
-from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.program import Program
-from autopar.ir.region import Region
 from autopar.ir.tensor_type import TensorType
-from autopar.passes.batch.compare import power_of
-from autopar.passes.batch.composites import CREATIONS, flatten, law_of
-from autopar.passes.batch.site import Site, make_site
-from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of
-from autopar.passes.batch.transfer import transfer
-from autopar.passes.batch.values import Values, ancestors, is_zero
+from autopar.ir.values import Port, Slot
+from autopar.passes.batch.analysis import REMEDY, Analysis, RowsTogether, plain_line
+from autopar.passes.batch.of_batch import edited, name_of_value, unknown
+from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole
+from autopar.passes.batch.values import ancestors, is_zero
 from autopar.passes.emission.literals import quoted
 from autopar.passes.emission.statements import identifier, statement
 
-_REMEDY = "microbatches=1"
+__all__ = ["RowsTogether", "analyse", "in_microbatches", "rows_to_add"]
 
 
-class RowsTogether(AutoparError):
-    """What the model computes of a batch does not follow from what it computes of parts of it."""
+def in_microbatches(program: Program, num_microbatches: int, whole: Program) -> Program:
+    """A program of one microbatch, with how a step's microbatches are put together. Where they cannot be as they are,
+    and can be where they read what is known of the whole batch, they read that (`batch/of_batch.py`).
+
+    Args:
+        program: captured, for one microbatch. whole: for the whole batch.
+
+    Raises:
+        RowsTogether: as `analyse`.
+    """
+    try:
+        batching = analyse(program, num_microbatches, other=whole)
+    except RowsTogether:
+        analysis = Analysis(program, whole, edits=True)
+        analysis.run()
+        edits = analysis.edits
+        assert edits is not None
+        if analysis.larger is not whole or not (edits.values or edits.scaled):
+            raise
+        part = edited(program, edits, microbatches=analysis.ratio, smaller=True)
+        try:
+            batching = analyse(part, num_microbatches, other=edited(whole, edits, microbatches=1, smaller=False))
+        except RowsTogether:
+            batching = None
+        if batching is None or batching.weight:
+            raise
+        program, values = part, edits.values
+        if values:
+            names = [name_of_value(number) for number in range(len(values))]
+            constants = {name: unknown(TensorType.of(x.meta["val"])) for name, x in zip(names, values, strict=True)}
+            program = replace(program, constants={**program.constants, **constants})
+            text, told_by = _of_batch_source(whole, analysis, dict(zip(names, values, strict=True)))
+            batching = replace(batching, of_batch=text, told_by=told_by)
+    return replace(program, microbatches=num_microbatches, batching=batching)
 
 
 def analyse(program: Program, num_microbatches: int = 2, other: Program | None = None) -> Batching:
@@ -62,7 +89,7 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
         same = OutputBatching("same")
         whole = dict.fromkeys((port.name for port in program.inputs), None)
         return Batching(whole, (same,) * len(program.outputs), updates={name: same for name, _ in program.updates})
-    analysis = _Analysis(program, other)
+    analysis = Analysis(program, other)
     states = analysis.run()
     outputs: list[OutputBatching] = []
     counts: dict[str, fx.Node] = {}
@@ -81,7 +108,9 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
             counts[name] = state.count
     _require_one_count(counts, analysis)
     weight = _weight_source(program, analysis, next(iter(counts.values()))) if counts else ""
-    return Batching(analysis.batch_dims, tuple(outputs), weight, updates)
+    told_by = {node for count in counts.values() for node in ancestors(count)} & analysis.holders.keys()
+    names = frozenset(analysis.holders[node].name for node in told_by)
+    return Batching(analysis.batch_dims, tuple(outputs), weight, updates, told_by=names)
 
 
 IGNORED = -100
@@ -121,7 +150,7 @@ def rows_to_add(program: Program, other: Program) -> tuple[tuple[OutputBatching,
     Raises:
         AutoparError: an output that added rows would change: names what has them, and where.
     """
-    analysis = _Analysis(program, other)
+    analysis = Analysis(program, other)
     states = analysis.run()
     fill: dict[str, int] = {}
     outputs = []
@@ -135,7 +164,7 @@ def rows_to_add(program: Program, other: Program) -> tuple[tuple[OutputBatching,
     return tuple(outputs), fill
 
 
-def _sources_of_terms(analysis: _Analysis, result: fx.Node) -> list[fx.Node]:
+def _sources_of_terms(analysis: Analysis, result: fx.Node) -> list[fx.Node]:
     """The operators that make sums over rows of what is by rows."""
     found, seen, stack = [], set(), [result]
     while stack:
@@ -150,7 +179,7 @@ def _sources_of_terms(analysis: _Analysis, result: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int]:
+def _labels_of(analysis: Analysis, node: fx.Node, output: str) -> dict[str, int]:
     """The input that says of each row whether it has a part in what this operator makes."""
     where = analysis.origins.get(node.name)
     target: Any = node.args[1] if len(node.args) > 1 else None
@@ -256,26 +285,19 @@ def _require_same_ways(program: Program, state: State) -> None:
     raise RowsTogether(
         "forward() chooses what to do by the value of a tensor that is of the whole batch: no microbatch has it",
         where=next((line for line in lines if line in of_state), ", ".join(lines)),
-        remedy=f"{_REMEDY}, or compute both and choose by torch.where",
+        remedy=f"{REMEDY}, or compute both and choose by torch.where",
     )
 
 
 def _refusal(name: str, why: str, where: str | None, kind: str = "output") -> RowsTogether:
     return RowsTogether(
         f"the {kind} {name!r} of the whole batch does not follow from those of its microbatches: {why}",
-        where=_plain(where),
-        remedy=_REMEDY,
+        where=plain_line(where),
+        remedy=REMEDY,
     )
 
 
-def _plain(where: str | None) -> str | None:
-    """`layers.0 (model.py:7)`; a line without a module has no parentheses of its own."""
-    if where and where.startswith("("):
-        return where.removeprefix("(").removesuffix(")")
-    return where or None
-
-
-def _require_one_count(counts: Mapping[str, fx.Node], analysis: _Analysis) -> None:
+def _require_one_count(counts: Mapping[str, fx.Node], analysis: Analysis) -> None:
     names = list(counts)
     for name in names[1:]:
         if not analysis.values.same_count(counts[names[0]], counts[name]):
@@ -283,217 +305,59 @@ def _require_one_count(counts: Mapping[str, fx.Node], analysis: _Analysis) -> No
             raise _refusal(name, what, analysis.origins.get(counts[name].name))
 
 
-class _Analysis:
-    """One capture, or two compared: everything is said of the one with more rows."""
-
-    def __init__(self, program: Program, other: Program | None) -> None:
-        self.graph, self.origins = _flat(program)
-        self.own_nodes = list(self.graph.nodes)
-        self.own = {node: node for node in self.own_nodes}
-        larger, smaller = program, other
-        self.pairs: dict[fx.Node, fx.Node] = {}
-        if other is not None:
-            graph, origins = _flat(other)
-            if _num_elements(other) > _num_elements(program):
-                larger, smaller, self.graph, self.origins, graph = other, program, graph, origins, self.graph
-            self.pairs = _pairs(self.graph, graph, self.origins)
-            self.own = self.pairs if smaller is program else self.own
-        self.larger, self.smaller = larger, smaller
-        self.batch_dims, self.rows, self.ratio = _batch_dims(larger, smaller)
-        region = larger.regions[0]
-        holders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        slots = dict(zip(holders, region.slots, strict=False))
-        constants = {n: larger.constants[s.name] for n, s in slots.items() if s.name in larger.constants}
-        self.slots, self.holders = slots, dict(zip(holders[len(slots) :], region.inputs, strict=True))
-        self.values = Values(frozenset(self.holders), constants, self.pairs)
-        output = next(node for node in self.graph.nodes if node.op == "output")
-        self.results: Sequence[fx.Node] = output.args[0]
-        self.states: dict[fx.Node, list[State]] = {}
-
-    def run(self) -> list[State]:
-        """The states of the results, in order."""
-        wanted = {node for result in self.results for node in ancestors(result)}
-        for node in self.graph.nodes:
-            if node in wanted or "count" in node.meta:
-                self.states[node] = self._states_of(node)
-        return [self.states[result][0] for result in self.results]
-
-    def where(self, index: int) -> str:
-        """Module and line of a result."""
-        return self.origins.get(self.results[index].name, "")
-
-    def _states_of(self, node: fx.Node) -> list[State]:
-        if node.op == "placeholder":
-            return [self._placeholder(node)]
-        if node.target is operator.getitem:
-            source, index = node.args
-            return [self.states[source][index]]  # type: ignore[index]
-        site = self._site(node)
-        states = [self.states[source][0] for source in operands_of(node)]
-        return transfer(*self.values.numbered(site, states))
-
-    def _placeholder(self, node: fx.Node) -> State:
-        if node in self.holders:
-            dim = self.batch_dims[self.holders[node].name]
-            return Whole() if dim is None else Rows(dim)
-        name = self.slots[node].name
-        if self.smaller is None or name not in self.larger.constants:
-            return Whole()
-        value, less = self.larger.constants[name], self.smaller.constants.get(name)
-        if less is not None and torch.equal(value, less):
-            return Whole()
-        if less is not None and value.numel() == less.numel() == 1:
-            power = power_of(value.item(), less.item(), self.ratio)
-            if power is not None:
-                return Whole(power)
-        users = [self.origins.get(user.name, "") for user in node.users]
-        return Coupled("a constant of the model changes with the number of rows", next(iter(users), ""))
-
-    def _site(self, node: fx.Node) -> Site:
-        nodes = tuple(operands_of(node))
-        return make_site(
-            node,
-            op_call(node),
-            self.rows,
-            self.origins.get(node.name, ""),
-            smaller=self._smaller_call(node),
-            ratio=self.ratio,
-            as_rows=lambda index, state: not self.pairs and self._has_rows(nodes[index], state),
-            same_count=self.values.same,
-            count_kind=self.values.count_kind,
-            is_zero=lambda index: is_zero(nodes[index]),
-            operand_nodes=nodes,
-        )
-
-    def _smaller_call(self, node: fx.Node) -> OpCall | None:
-        """The same operator in the smaller capture; where that left an expansion out, one that changes nothing."""
-        if not self.pairs:
-            return None
-        pair, sources = self.pairs[node], operands_of(node)
-        if not sources or pair is not self.pairs[sources[0]]:
-            return op_call(pair)
-        spec = TensorSpec(tuple(pair.meta["val"].shape), pair.meta["val"].dtype)
-        return OpCall(node.target, (spec, list(spec.shape)), {}, (spec,), (spec,))
-
-    def _has_rows(self, node: fx.Node, state: Rows) -> bool:
-        """Whether a whole value may be read as rows: a constant made as many times as there are rows, each alike."""
-        if node.op != "call_function" or self.states[node][0] != Whole():
-            return False
-        source, index = node.args if node.target is operator.getitem else (node, 0)
-        assert isinstance(source, fx.Node) and isinstance(index, int)
-        call = op_call(source)
-        rule = law_of(call).rule
-        dims = rule.results[index]
-        factor = None if dims is None else factor_of(rule, dims, state, self.rows)
-        if factor is None or not rule.factor(factor[0]).split:
-            return False
-        if call.name in CREATIONS:
-            return True
-        places = [place_of(rule, own, *factor) for own in rule.operands]
-        sources = operands_of(source)
-        return all(place is None or self._has_rows(own, place) for own, place in zip(sources, places, strict=True))
-
-
-def _flat(program: Program) -> tuple[fx.Graph, dict[str, str]]:
-    region: Region = program.regions[0]
-    return flatten(region.graph, region.origins)
-
-
-def _num_elements(program: Program) -> int:
-    return sum(port.type.num_elements for port in program.inputs)
-
-
-def _pairs(larger: fx.Graph, smaller: fx.Graph, origins: Mapping[str, str]) -> dict[fx.Node, fx.Node]:
-    """The node of the smaller capture for each of the larger: the same operators in order, of the same operands.
-
-    An expansion to as many rows as there are already, one, is not in the smaller graph: its pair is its operand's.
-    """
-    pairs: dict[fx.Node, fx.Node] = {}
-    rest = list(smaller.nodes)
-    for node in larger.nodes:
-        reads = [pairs[source] for source in operands_of(node)]
-        pair = rest[0] if rest else None
-        alike = pair is not None and pair.op == node.op and (node.op != "call_function" or pair.target is node.target)
-        if alike and pair is not None and operands_of(pair) == reads:
-            pairs[node] = rest.pop(0)
-        elif node.target is torch.ops.aten.expand.default:
-            pairs[node] = reads[0]
-        else:
-            values = f"{node.target} in one, {pair.target if pair is not None else 'nothing'} in the other"
-            raise _changed(values, origins.get(node.name))
-    if rest:
-        raise _changed(f"{rest[0].target} in one, nothing in the other", origins.get(rest[0].name))
-    return pairs
-
-
-def _changed(values: str, where: str | None) -> RowsTogether:
-    return RowsTogether(
-        "the model computes something else when the batch has another number of rows, so microbatches cannot be put "
-        "together",
-        where=_plain(where),
-        values=values,
-        remedy=_REMEDY,
-    )
-
-
-def _batch_dims(larger: Program, smaller: Program | None) -> tuple[dict[str, int | None], int, int]:
-    """The dim of each input that has rows of the batch, how many there are, and how many times the smaller's."""
-    if smaller is None:
-        sizes = [port.type.shape[0] for port in larger.inputs if port.type.shape]
-        rows = max(sizes, key=sizes.count, default=1)
-        dims = {p.name: 0 if p.type.shape[:1] == (rows,) else None for p in larger.inputs}
-        return dims, _at_least_two(rows), 1
-    found: dict[str, int | None] = {}
-    pairs: list[tuple[int, int]] = []
-    for ours, theirs in zip(larger.inputs, smaller.inputs, strict=True):
-        shapes = (ours.type.shape, theirs.type.shape)
-        grown = [dim for dim, (a, b) in enumerate(zip(*shapes)) if a != b]
-        if len(grown) > 1 or len(shapes[0]) != len(shapes[1]):
-            raise _changed(f"input {ours.name}: {list(shapes[0])} in one capture, {list(shapes[1])} in the other", None)
-        found[ours.name] = grown[0] if grown else None
-        pairs += [(shapes[0][dim], shapes[1][dim]) for dim in grown]
-    ratios = {a // b if b and a % b == 0 else 0 for a, b in pairs}
-    if len(ratios) != 1 or 0 in ratios:
-        raise _changed(f"rows of the inputs: {', '.join(f'{a} and {b}' for a, b in pairs) or 'alike'}", None)
-    return found, _at_least_two(math.gcd(*(a for a, _ in pairs))), ratios.pop()
-
-
-def _at_least_two(rows: int) -> int:
-    if rows < 2:
-        raise AutoparError("a batch of one row cannot be cut into microbatches", remedy=f"give more rows, or {_REMEDY}")
-    return rows
-
-
 # ---------------------------------------------------------------------------------------------------------- the weight
 
 
-def _weight_source(program: Program, analysis: _Analysis, count: fx.Node) -> str:
+def _weight_source(program: Program, analysis: Analysis, count: fx.Node) -> str:
     """`loss_weight(inputs)`: the nodes that the count is made of, one line each, as captured for one microbatch."""
     own = analysis.own
-    needed = {own[node] for node in ancestors(count)}
     ports = {own[node]: port for node, port in analysis.holders.items()}
     slots = {own[node]: slot for node, slot in analysis.slots.items()}
+    needed = {own[node] for node in ancestors(count)}
+    lines, names = _lines(program, analysis.own_nodes, needed, ports, slots)
+    name = names[own[count]]
+    lines.append(f'    return {name}.to(torch.float64 if {name}.device.type == "cpu" else torch.float32).reshape(())')
+    return "\n".join(["def loss_weight(inputs):", '    """The weight of one microbatch."""', *lines]) + "\n"
+
+
+def _of_batch_source(program: Program, analysis: Analysis, values: Mapping[str, fx.Node]) -> tuple[str, frozenset[str]]:
+    """`of_batch(inputs, state)`: likewise, as captured for the whole batch; and the inputs that it reads."""
+    needed = {each for value in values.values() for each in ancestors(value)}
+    nodes = list(analysis.graph.nodes)
+    lines, names = _lines(program, nodes, needed, analysis.holders, analysis.slots)
+    lines.append(f"    return {{{', '.join(f'{quoted(name)}: {names[value]}' for name, value in values.items())}}}")
+    inputs = frozenset(port.name for node, port in analysis.holders.items() if node in needed)
+    head = ["def of_batch(inputs, state):", '    """What microbatches read of the whole batch."""']
+    return "\n".join([*head, *lines]) + "\n", inputs
+
+
+def _lines(
+    program: Program,
+    nodes: Sequence[fx.Node],
+    needed: Collection[fx.Node],
+    ports: Mapping[fx.Node, Port],
+    slots: Mapping[fx.Node, Slot],
+) -> tuple[list[str], dict[fx.Node, str]]:
+    """A line for each node, of inputs, constants and buffers; and the names that the lines give to nodes."""
     lines: list[str] = []
     names: dict[fx.Node, str] = {}
-    device = next(
-        f"inputs[{quoted(ports[node].name)}].device" for node in analysis.own_nodes if node in needed & ports.keys()
-    )
-    for node in analysis.own_nodes:
+    device = next(f"inputs[{quoted(ports[node].name)}].device" for node in nodes if node in needed and node in ports)
+    for node in nodes:
         if node not in needed:
             continue
         names[node] = identifier(node.name)
         if node in ports:
             text = f"inputs[{quoted(ports[node].name)}]"
-        elif node in slots:
+        elif node in slots and slots[node].name in program.constants:
             text = _literal(program.constants[slots[node].name], device)
+        elif node in slots:
+            text = f"state[{quoted(slots[node].name)}].to({device})"
         else:
             text = statement(node, lambda n: names[n]).replace("comm.device", device)
         value = node.meta["val"]
         comment = f"  # {TensorType.of(value)}" if isinstance(value, torch.Tensor) else ""
         lines.append(f"    {names[node]} = {text}{comment}")
-    name = names[own[count]]
-    lines.append(f'    return {name}.to(torch.float64 if {name}.device.type == "cpu" else torch.float32).reshape(())')
-    return "\n".join(["def loss_weight(inputs):", '    """The weight of one microbatch."""', *lines]) + "\n"
+    return lines, names
 
 
 def _literal(value: torch.Tensor, device: str) -> str:

@@ -59,7 +59,8 @@ def emit_with_places(
             functions.append(unshard)
         sections.append(_under(heading, functions))
     writer = StepWriter(names)
-    step = [program.batching.weight.rstrip()] if program.batching is not None and program.batching.weight else []
+    texts = () if program.batching is None else (program.batching.weight, program.batching.of_batch)
+    step = [text.rstrip() for text in texts if text]
     step.append(writer.split_inputs())
     if not kinds:
         step.append(writer.forward())

@@ -19,6 +19,7 @@ from torch.utils import swap_tensors
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, set_tensor_hooks, tensor_hooks
 from autopar.base.trace import Recorded
+from autopar.ir.batching import is_of_batch
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import replicated
 from autopar.ir.told import Held
@@ -176,7 +177,7 @@ class Engine:
         seed = self.agreement.seed() if program.draws else 0
         self._num_forwards += 1
         constants = self._constants_of(executable)
-        names = [entry.name for entry in interface.buffers]
+        names = [entry.name for entry in interface.buffers if not is_of_batch(entry.name)]
         buffers = {name: constants[name] if name in constants else written_in(self.model, name) for name in names}
         buffers |= {each.name: buffers[each.name].clone() for each in interface.updates}  # a backward may read the old
         hooked: set[int] = set()

@@ -24,6 +24,7 @@ from autopar.runtime.transfers import Transfers
 Tensors = dict[str, Tensor]
 SplitInputs = Callable[[Communicator, Tensors], Tensors]
 LossWeight = Callable[[Mapping[str, Tensor]], Tensor]
+OfBatch = Callable[[Any, Tensors], Tensors]
 Seeds = Tensor | tuple[Tensor, ...]
 Forward = Callable[[Communicator, Tensors, Tensors, Tensors, Seeds], tuple[tuple[Tensor, ...], Any]]
 Backward = Callable[[Communicator, Tensors, Tensors, Any, tuple[Tensor | None, ...], Tensors, bool], Tensors]
@@ -69,6 +70,7 @@ class LoadedProgram:
     backward: Backward
     namespace: dict[str, Any]
     loss_weight: LossWeight | None = None
+    of_batch: OfBatch | None = None
     stages: tuple[LoadedStage, ...] = ()
     source: str = ""
 
@@ -121,13 +123,13 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     is_alone = bool(compile_regions) and not is_pipeline and is_for_inference(namespace)
     whole = [_whole_step(name, filename) if is_pipeline else namespace[name] for name in ("forward", "backward")]
     stages = _load_stages(namespace, filename) if is_pipeline else ()
-    weight = namespace.get("loss_weight")
+    told = namespace.get("loss_weight"), namespace.get("of_batch")
     if "ATTENTION" in namespace:
         whole, stages = _with_attention(namespace["ATTENTION"], filename, whole, stages)
     if is_alone:
         compiler, plain = compiler_of(compile_regions), partial(load_program, source, filename)
         whole[0] = CompiledForward(source, filename, compiler, lambda: plain().forward, whole[0])
-    return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages, source)
+    return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, *told, stages, source)
 
 
 def _require(namespace: Mapping[str, Any], filename: str, names: tuple[str, ...]) -> None:

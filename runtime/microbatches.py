@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
+from autopar.ir.batching import is_of_batch
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import REPLICATE, Shard, Sharding, num_pieces, replicated
 from autopar.runtime.communicator import Communicator
@@ -171,6 +172,20 @@ class Batch:
             local[entry.name] = self._from_dtensor(self.inputs[entry.name], entry, microbatch)
         return local
 
+    def with_values(self, state: Tensors) -> Tensors:
+        """The state, with what microbatches read of the whole batch.
+
+        Raises:
+            AutoparError: the program does not define `of_batch`.
+        """
+        names = [entry.name for entry in self.interface.buffers if is_of_batch(entry.name)]
+        if not names:
+            return state
+        if self.program.of_batch is None:
+            raise _lacks(self.program, "of_batch", "which gives what microbatches read of the whole batch")
+        found = self.program.of_batch(_WholeInputs(self.inputs, self.comm, "of_batch"), state)
+        return {**state, **{name: found[name].to(self.comm.device) for name in names}}
+
     def output(self, place: int, values: Sequence[Tensor]) -> Tensor:
         """Output number `place` of the step from those of its microbatches; all local tensors."""
         return self.together_of(self.interface.outputs[place], values)
@@ -281,22 +296,26 @@ def make_batch(
     if not any(entry.combine == "weighted" for entry in (*interface.outputs, *interface.updates)):
         return batch
     if program.loss_weight is None:
-        raise AutoparError(
-            "the program does not define loss_weight, which its microbatches' average needs",
-            where=program.filename,
-            remedy="Restore the function, or let autopar write the program again",
-        )
-    whole = _WholeInputs(inputs, comm)
+        raise _lacks(program, "loss_weight", "which its microbatches' average needs")
+    whole = _WholeInputs(inputs, comm, "loss_weight")
     weights = [program.loss_weight(_Rows(whole, batch, i)) for i in range(batch.num)]
     # One look at the device for all of them; none where the labels are still on the host.
     return replace(batch, weights=tuple(torch.stack([weight.double() for weight in weights]).tolist()))
 
 
-class _WholeInputs:
-    """Global inputs by name; DTensors are gathered when they are asked for."""
+def _lacks(program: LoadedProgram, name: str, what: str) -> AutoparError:
+    return AutoparError(
+        f"the program does not define {name}, {what}",
+        where=program.filename,
+        remedy="Restore the function, or let autopar write the program again",
+    )
 
-    def __init__(self, inputs: Mapping[str, Tensor], comm: Communicator) -> None:
-        self.inputs, self.comm = inputs, comm
+
+class _WholeInputs:
+    """Global inputs by name; DTensors are gathered when they are asked for, at a place of this name."""
+
+    def __init__(self, inputs: Mapping[str, Tensor], comm: Communicator, place: str) -> None:
+        self.inputs, self.comm, self.place = inputs, comm, place
         self.found: Tensors = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -304,7 +323,7 @@ class _WholeInputs:
             x = self.inputs[name].detach()
             if isinstance(x, DTensor):
                 source = from_dtensor_placements(x.placements)
-                self.comm.at("loss_weight")
+                self.comm.at(self.place)
                 x = redistribute(local_tensor(x), source, replicated(len(self.comm.axes)), self.comm)
             self.found[name] = x
         return self.found[name]

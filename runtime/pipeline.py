@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.pipelining import make_runtime
 from autopar.base.trace import Recorded
+from autopar.ir.batching import is_of_batch
 from autopar.ir.interface import PipelineInterface, ProgramInterface, TensorInterface
 from autopar.ir.schedule import Action, Kind, Schedule
 from autopar.runtime.communicator import Communicator
@@ -164,6 +165,9 @@ class PipelineStep:
         rank = comm.index(pipeline.axis)
         recorder = Recorder(comm, pipeline.axis, self.record)
         padded = in_blocks(self.batch.interface, state)
+        here = (stage for stage, owner in zip(pipeline.stages, pipeline.rank_of, strict=True) if owner == rank)
+        if any(is_of_batch(name) for stage in here for name in stage.buffers):
+            padded = self.batch.with_values(padded)
         gradients: Tensors = {}
         made: dict[int, dict[int, Tensor]] = {}
         stages: dict[int, StageRun] = {}

@@ -81,7 +81,8 @@ class PipelineRun:
         state = dict(self.buffers)
         interface = self.step.program.interface
         for entry in interface.buffers:
-            state.update(dict.fromkeys(entry.aliases, state[entry.name]))
+            for alias in entry.aliases:
+                state[alias] = state[entry.name]
         for entry in interface.parameters:
             parameter = self.parameters.get(entry.name)
             if parameter is not None:

@@ -62,7 +62,7 @@ class Step:
     def forward(self, state: Tensors) -> Forwarded:
         """All microbatches' forwards, each from the buffers that the step found; new ones are joined as outputs are."""
         held: Tensors = {}
-        state = in_blocks(self.batch.interface, state)
+        state = self.batch.with_values(in_blocks(self.batch.interface, state))
         done: list[tuple[Tensor, ...]] = []
         kept: list[Any] = []
         changed: list[Tensors] = []
@@ -104,7 +104,7 @@ class Step:
         held: Tensors = {}
         sums: Tensors = {}
         gradients: Tensors = {}
-        state = in_blocks(self.batch.interface, state)
+        state = self.batch.with_values(in_blocks(self.batch.interface, state))
         done: list[tuple[Tensor, ...]] = []
         changed: list[Tensors] = []
         parts: list[Grads] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.calls import without_trackers
+from autopar.ir.batching import is_of_batch
 
 logger = logging.getLogger("autopar")
 
@@ -23,6 +24,11 @@ class _Answer:
     plans: Sequence[str]
     constants: Sequence[Mapping[str, Tensor]]
     error: str | None = None
+
+
+def _lifted(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what each step finds in its batch."""
+    return {name: value for name, value in constants.items() if not is_of_batch(name)}
 
 
 def agreed_plan(make: Callable[[], Plan]) -> tuple[Plan, Mapping[str, Tensor]]:
@@ -39,7 +45,7 @@ def agreed_plans(make: Callable[[], Sequence[Plan]]) -> list[tuple[Plan, Mapping
             with without_trackers():
                 plans = make()
             programs = [plan.program for plan in plans]
-            constants = [dict(program.constants) for program in programs if program is not None]
+            constants = [_lifted(program.constants) for program in programs if program is not None]
             box = [_Answer([plan.without_model().to_json() for plan in plans], constants)]
         except Exception as error:
             said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"

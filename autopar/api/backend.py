@@ -20,6 +20,7 @@ from autopar.api.planning import first_plan
 from autopar.api.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.ir.batching import is_of_batch
 from autopar.ir.sharding import Replicate
 from autopar.machine.mesh import Mesh
 from autopar.runtime.agreement import Agreement, Call
@@ -146,7 +147,7 @@ class Backend:
         held: Tensors = {name: value for name, value in zip(program.names, values, strict=True) if name is not None}
         inputs = {entry.name: held[entry.name].detach() for entry in interface.inputs}
         state: Tensors = {}
-        for entry in (*interface.parameters, *interface.buffers):
+        for entry in (*interface.parameters, *(each for each in interface.buffers if not is_of_batch(each.name))):
             found = next((held[name] for name in (entry.name, *entry.aliases) if name in held), None)
             value = program.constants[entry.name] if found is None else found
             state.update(dict.fromkeys((entry.name, *entry.aliases), value))

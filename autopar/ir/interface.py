@@ -7,6 +7,7 @@ Plain data, saved with the plan. A generated program defines
     forward(comm, state, held, inputs, seed) -> (outputs, saved)
     backward(comm, state, held, saved, grads, sums, last) -> dict
     loss_weight(inputs) -> Tensor                            where an output combines as `weighted`
+    of_batch(inputs, state) -> dict                          where it reads buffers of the whole batch
 
 `state` maps the names of parameters and buffers to local tensors; `held` is an empty dict at the start of a step, in
 which the program keeps parameters gathered once a step; `outputs` is a tuple in the order of
@@ -17,8 +18,11 @@ gradients add up over microbatches; when `last`, backward reduces them and retur
 parameters' stored sharding, by parameter name. Gradients of the microbatch's own inputs that are `differentiable` are
 in what it returns each time, under `ir/values.gradient_key(name)`, laid out as the input is.
 `loss_weight(inputs)` is the weight of one global microbatch in the average, such as the number of labels that count.
+`of_batch(inputs, state)` gives, of all rows and the model's buffers, the values of buffers that all microbatches of the
+step read (`ir/batching.OF_BATCH`).
 
-A program with a pipeline defines `split_inputs`, perhaps `loss_weight`, and, in place of `forward` and `backward`,
+A program with a pipeline defines `split_inputs`, perhaps `loss_weight` or `of_batch`, and, in place of `forward` and
+`backward`,
 
     STAGES = (("first", {"layers": range(0, 8)}), …)          per stage: the kind of stage, and the blocks that it runs
 

@@ -141,6 +141,8 @@ class Family:
     def _learn(self, program: Program, request: Attempt) -> None:
         if program.by_value or program.branches or program.told is not None:
             return  # it is for these values alone
+        if program.batching is not None and program.batching.of_batch:
+            return  # a text, which has the sizes of the whole batch
         sizes = input_sizes(request.inputs)
         if any(sizes in known.sizes for known in self._kinds):
             return

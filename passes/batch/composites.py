@@ -26,6 +26,8 @@ from autopar.operators.rules.registry import bind, make_rule
 
 aten = torch.ops.aten
 MEAN = 1
+ORIGINAL = "autopar_original"
+"""In the meta of a copied node: the operator of the model's own graph that it is."""
 
 CREATIONS = frozenset(
     f"aten.{name}"
@@ -213,6 +215,7 @@ class _Flattener:
                 self._env[node] = self._inlined(node, parts, where)
             else:
                 self._env[node] = self._copied(node, self._env, where)
+                self._env[node].meta[ORIGINAL] = node
                 if str(node.target) in _LOSSES:
                     self._add_count(self._env[node], where)
         return self._new, self._found

@@ -12,6 +12,7 @@ from autopar.base.spoken import spoken
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule
 from autopar.passes.batch.composites import Law, law_of
+from autopar.passes.batch.of_batch import Edits
 from autopar.passes.batch.states import Coupled, Rows, State
 
 PRODUCTS = frozenset(
@@ -39,7 +40,8 @@ class Site:
 
     rows: of the batch in the larger capture. ratio: how many times those of the smaller. as_rows(i, state): whether
     operand i, known as whole, may be read as rows, because it is a constant that is alike in every row.
-    same_count: whether two nodes compute the same count. where: module and source line.
+    same_count: whether two nodes compute the same count. where: module and source line. edits: notes what makes terms
+    of a mean out of others; None: nothing is changed.
     """
 
     node: fx.Node
@@ -54,6 +56,7 @@ class Site:
     count_kind: Callable[[fx.Node], CountKind] = field(default=lambda node: "model")
     is_zero: Callable[[int], bool] = field(default=lambda index: False)
     operand_nodes: tuple[fx.Node, ...] = ()
+    edits: Edits | None = None
 
     @property
     def rule(self) -> Rule:

@@ -99,6 +99,8 @@ def _row_result(site: Site, dims: Any, name: str, stripes: int, power: int) -> S
 def _averaged(site: Site, power: int, count: fx.Node) -> State:
     """An average over what `count` counts; one over as many in every microbatch is a mean."""
     kind = site.count_kind(count)
+    if kind != "constant" and site.edits is not None and site.edits.averages_over(site.node, count):
+        return Terms(power)
     if kind == "model":
         return site.coupled("averages over a number, or with weights, that the inputs alone do not tell")
     return Terms(power, count) if kind == "inputs" else Terms(power - 1)
@@ -170,6 +172,8 @@ def _together(site: Site, states: Sequence[State], indices: Sequence[int]) -> St
             constant = isinstance(state, Whole) and state.power == 0 and first.is_average
             alike = constant or site.is_zero(index)
         if not alike:
+            if site.edits is not None and site.edits.as_means(site.node, states, indices):
+                return Terms(-1)
             return site.coupled(f"mixes {first} with {_differing(first, state)}")
     return first
 
@@ -186,6 +190,8 @@ def _sum(site: Site, states: Sequence[State]) -> State:
     (state,) = states
     assert isinstance(state, Terms)
     added = next((value for value in site.call.args if isinstance(value, int | float)), 0)
+    if added != 0 and not state.is_average and site.edits is not None and site.edits.as_means(site.node, states, [0]):
+        return Terms(-1)
     return state if state.is_average or added == 0 else site.coupled(f"adds a number to {state}")
 
 
@@ -208,7 +214,7 @@ def _product(site: Site, states: Sequence[State]) -> State:
         if average.count is not None and other.count is None:
             if site.same_count(average.count, site.operand_nodes[index]):
                 return Terms(average.power + other.power)
-    return site.coupled(f"multiplies {first} by {second}")
+    return site.coupled(f"multiplies {first} by {second}: the gradient of either needs the other of the whole batch")
 
 
 # ------------------------------------------------------------------------------------------------------------ constants

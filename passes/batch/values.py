@@ -112,6 +112,15 @@ class Values:
                 return "model"
         return kind
 
+    def is_known(self, node: fx.Node, buffers: frozenset[fx.Node]) -> bool:
+        """Whether a node follows from inputs, constants, and these buffers alone."""
+        return all(
+            _is_plain(each)
+            if each.op == "call_function"
+            else each in self._inputs or each in buffers or each in self._constants
+            for each in ancestors(node)
+        )
+
     def constant(self, node: fx.Node) -> torch.Tensor | None:
         """The value of a node that depends on no input and no parameter; None for others, and for large ones."""
         if node not in self._computed:

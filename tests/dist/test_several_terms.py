@@ -1,0 +1,21 @@
+"""Losses of several terms train in microbatches as eager does, batch after batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import several_terms
+from tests.dist.launch import launch
+
+
+@pytest.mark.parametrize(
+    ("axis", "strategy", "in_turn"),
+    [("dp", "ddp", False), ("dp", "zero3", True), ("pp", "pipeline(1f1b)", True)],
+    ids=["ddp", "in-turn", "stages"],
+)
+def test_several_terms(axis: str, strategy: str, in_turn: bool) -> None:
+    """Breaks if a step divides by the number of labels of an earlier one, or with class weights as they were, or if a
+    batch of another length reads that of the first.
+    """
+    for found, expected in launch(several_terms.losses, 2, axis, strategy, in_turn, timeout_s=180.0):
+        assert found == pytest.approx(expected, rel=1e-12)
