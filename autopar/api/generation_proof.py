@@ -145,6 +145,7 @@ class _Run:
 
     def step(self, given: dict[str, Any]) -> Any:
         """One forward: the program of the phase, on all ranks."""
+        name, given_cache = caches.of_call(given)
         token = len(self.logits) - self.chunks + 1
         phase = "decode" if token > 0 else "prefill"
         shapes = tuple((path, x.shape) for path, x in tracing.tree_leaves_with_path(given) if isinstance(x, Tensor))
@@ -166,7 +167,6 @@ class _Run:
             done = simulate(interface_of(program), source, state_of(self.model, program), tensors, backward=False)
         values = dict(zip(program.output_names, done.outputs, strict=True))
         self.events += max((len(events) for events in done.events), default=0)
-        name, given_cache = caches.of_call(given)
         cache = self.kept = caches.with_states(given_cache, values, name)
         self.logits.append(values["logits"])
         wanted = torch.full((len(self.following), 1, values["logits"].shape[-1]), -1.0)

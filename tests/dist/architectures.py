@@ -66,6 +66,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
          "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
          "max_position_embeddings": 64, "decoder_start_token_id": 1, "pad_token_id": 0, **WORDS},
     ),
+    # Rotated otherwise behind as many positions, where it begins anew without a cache.
+    "phi3": (
+        "Phi3",
+        {**HEADS, **LAYERS, "original_max_position_embeddings": 12, "pad_token_id": 0,
+         "rope_parameters": {
+             "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 12,
+             "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}},
+    ),
     # Positions as a bias of the scores.
     "bloom": ("Bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, **WORDS}),
     # A part of each head is rotated, attention and products side by side.

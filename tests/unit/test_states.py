@@ -267,3 +267,46 @@ def test_a_model_that_gives_no_cache_back_is_told() -> None:
     assert caches.new_cache(looks_back, 1, 4, torch.device("cpu")).states()
     with pytest.raises(AutoparError, match=r"gives no cache back(.|\n)*use_cache=False"):
         caches.new_cache(both_ways, 1, 4, torch.device("cpu"))
+
+
+def _two_rotations() -> Any:
+    """A model that is rotated otherwise from the seventeenth position on, and begins anew there."""
+    import transformers
+
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    rotation = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 16, **factors}
+    sizes = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "pad_token_id": 0}
+    config = transformers.Phi3Config(**SIZES, **sizes, num_hidden_layers=1, rope_parameters=rotation)
+    return transformers.Phi3ForCausalLM(config).double().eval()
+
+
+def test_tables_that_forward_makes_once_have_their_values() -> None:
+    """Breaks if asking a model, without data, what it keeps leaves on it what forward made: a table without values."""
+    plan = autopar.plan_generation(
+        _two_rotations(), autopar.Mesh({"x": 2}), autopar.Generation(batch=2, prompt=6, new_tokens=3), strategy="tensor"
+    )
+    assert plan.verify().raise_on_failure().ok
+
+
+def test_a_model_is_asked_without_a_trace() -> None:
+    """Breaks if what a forward without data leaves on modules stays there, or what was there before does not."""
+
+    class Counting(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.made, self.number = x + 1, self.number + 1
+            return self.made
+
+    model = Counting()
+    model.number = 3
+    before = dict(vars(model))
+    assert caches.called_without_data(model, {"x": torch.ones(2)}).is_meta
+    assert vars(model) == before
+
+
+@pytest.mark.parametrize(("prompt", "new_tokens"), [(20, 4), (16, 3)])
+def test_a_model_that_begins_anew_is_told(prompt: int, new_tokens: int) -> None:
+    """Breaks if a call without a cache, of a prompt or behind it, is planned or proven as one that has one."""
+    wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=new_tokens)
+    with pytest.raises(AutoparError, match=r"without the cache that it was given(.|\n)*without generate="):
+        autopar.plan_generation(_two_rotations(), autopar.Mesh({"x": 2}), wanted, strategy="tensor").verify()

@@ -135,17 +135,30 @@ def states_among(inputs: Mapping[str, Any]) -> set[str]:
 
 
 def called_without_data(module: nn.Module, given: Mapping[str, Any]) -> Any:
-    """What a module gives, on meta, whatever it is on itself; layers of experts are left out."""
+    """What a module gives, on meta, whatever it is on itself; layers of experts are left out. It stays as it is."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     on_meta = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
     given = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
     without_experts = experts.instead(module, lambda layer: torch.empty_like(layer.x))
-    with torch.no_grad(), torch.device("meta"), without_experts, _unwarned(module):
+    with torch.no_grad(), torch.device("meta"), without_experts, _unwarned(module), _unchanged(module):
         return torch.func.functional_call(module, on_meta, kwargs=given)
 
 
 _WARNS = "warn_if_padding_and_no_attention_mask"
 """A method of transformers' models that looks for padding among tokens, and does nothing but warn of it."""
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Inside, what forward keeps on modules is kept for so long: tables that it makes once would be without data."""
+    before = [(each, dict(vars(each))) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, attributes in before:
+            for name in vars(each).keys() - attributes.keys():
+                del vars(each)[name]
+            vars(each).update(attributes)
 
 
 @contextmanager
@@ -189,7 +202,9 @@ def of_call(given: Mapping[str, Any]) -> tuple[str, Any]:
             return name, given[name]
     raise AutoparError(
         "generate() calls forward() without the cache that it was given",
-        remedy=WITHOUT,
+        values="some models begin anew where a sequence becomes longer than they were trained for",
+        remedy="plan for sequences on one side of that length, or compile without generate=: compiled.generate() gives "
+        "such a call a cache of its own",
     )
 
 
