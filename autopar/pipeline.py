@@ -1,7 +1,7 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ name_values
-                 ─ rematerialize ─ spread_heads ─ split_keys ─ read_codes ─ fuse_writes ─ annotate ─ place
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ fold_loops ─ differentiate
+                 ─ name_values ─ rematerialize ─ spread_heads ─ split_keys ─ read_codes ─ fuse_writes ─ annotate ─ place
                  ─ insert_collectives ─ interleave ─ split_stages ─ overlap ─ emit ─► Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
@@ -33,6 +33,7 @@ from autopar.passes.annotate import annotate
 from autopar.passes.batching import RowsTogether, in_microbatches
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
+from autopar.passes.fold_loops import fold_loops
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.fuse_elementwise import fuse_elementwise
 from autopar.passes.fuse_writes import fuse_writes
@@ -86,6 +87,9 @@ TRACE: tuple[Pass, ...] = (
         lambda program, request: fuse_elementwise(
             program, mesh=request.mesh, strategies=request.strategies, pins=request.pins
         ),
+    ),
+    Pass(
+        "fold_loops", lambda program, request: fold_loops(program, mesh=request.mesh, strategies=request.strategies)
     ),
     Pass("differentiate", lambda program, request: differentiate(program, roots=request.roots)),
     Pass("name_values", lambda program, _: name_values(program)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.cost import exchanges, rings
+from autopar.cost import exchanges, iterated, rings
 from autopar.ir.choices import Offset, Starts, localize
 from autopar.ir.classes import Key, placeholder_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
@@ -215,10 +215,12 @@ class PhaseBuilder:
         return made
 
     def _note_buffers(self, node: fx.Node, made: fx.Node) -> None:
-        """What a layer of experts holds while it runs, where that is known."""
+        """What a layer of experts, or a loop, holds while it runs, where that is known."""
         call, rule = self.region.ops[node.name]
         strategy, holds = self.region.strategies[node.name], exchanges.grouped_holds(call, self.layouts.hardware)
-        if holds is not None or exchanges.exchange_axis(strategy.choices) is not None:
+        if call.name in (iterated.FORWARD, iterated.GRADIENT):
+            made.meta["buffers"] = partial(iterated.held_bytes, call, rule, strategy)
+        elif holds is not None or exchanges.exchange_axis(strategy.choices) is not None:
             made.meta["buffers"] = partial(exchanges.buffer_bytes, call, rule, strategy, holds=holds)
 
     def _positions(self, shape: Sequence[int], sharding: Sharding) -> fx.Node | None:

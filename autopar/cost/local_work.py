@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from autopar.cost import expert_kernels
+from autopar.cost import expert_kernels, iterated
 from autopar.cost.roofline import Work
 from autopar.ir.choices import Choice
 from autopar.ir.graphs import CACHES
@@ -67,6 +67,9 @@ def local_work(
         if grouped:
             return _grouped_work(call, rule, strategy.choices, sizes, moved, name)
         return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
+    if call.name in (iterated.FORWARD, iterated.GRADIENT):
+        launches, moved = iterated.kernels_and_bytes(call, strategy, sizes)
+        return lambda flops: Work(kind, dtype, flops, moved, None, name, launches=launches)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
 

@@ -40,7 +40,7 @@ def rounds_of(region: Region, options: Mapping[str, Options]) -> dict[str, str]:
     kinds = np.array([known.setdefault(key, len(known)) for key in keys])
     free = np.ones(len(nodes), dtype=bool)
     found: dict[str, str] = {}
-    for _, length, start, end in sorted(_stretches(kinds), key=lambda each: (-each[0], each[1], each[2])):
+    for _, length, start, end in sorted(stretches(kinds), key=lambda each: (-each[0], each[1], each[2])):
         if not free[start:end].all() or not _is_chain(start, length, end, place, reads):
             continue
         free[start:end] = False
@@ -49,7 +49,7 @@ def rounds_of(region: Region, options: Mapping[str, Options]) -> dict[str, str]:
     return found
 
 
-def _stretches(kinds: np.ndarray) -> list[tuple[int, int, int, int]]:
+def stretches(kinds: np.ndarray) -> list[tuple[int, int, int, int]]:
     """Where kinds come again after so many: how many operators that saves, the length of a round, start, end."""
     found = []
     for length in range(1, min(LONGEST, len(kinds) // LEAST_ROUNDS) + 1):

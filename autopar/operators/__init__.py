@@ -69,6 +69,7 @@ from autopar.operators.dispatched import (
     sum_exp,
 )
 from autopar.operators.dropout_autograd import tracing_seed
+from autopar.operators.iterated import iterate, iterate_grad
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.normalization import (
     batch_norm,
@@ -90,7 +91,7 @@ __all__ = [
     "attention_backward", "attention_backward_bias", "attention_pieces", "batch_norm", "batch_norm_grad_input",
     "batch_norm_grad_sums", "cache_write", "centred_squares", "channel_sum", "cross_entropy", "cross_entropy_grad",
     "ctc_loss", "ctc_loss_grad", "dropout", "embedding", "embedding_grad", "experts", "experts_grad",
-    "experts_grad_bias", "linear", "linear_grad_input", "linear_grad_weight", "log_softmax", "log_softmax_grad", "lstm",
+    "experts_grad_bias", "iterate", "iterate_grad", "linear", "linear_grad_input", "linear_grad_weight", "log_softmax", "log_softmax_grad", "lstm",
     "lstm_grad", "matmul", "merge_attention", "moving_average", "part", "pieces_merged", "pieces_top", "pieces_total",
     "positions", "put_label", "random", "repeat_heads", "repeat_heads_grad", "resize", "rms_norm", "rms_norm_backward",
     "rnn", "rnn_grad", "rotary", "rotary_backward", "rotary_write", "softmax", "softmax_grad", "starts", "sum_exp",

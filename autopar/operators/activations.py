@@ -20,10 +20,10 @@ from torch import Tensor
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves
 from autopar.operators.basic import wide_dtype
+from autopar.operators.expressions import Evaluated, evaluated
 
 _MOST_CHARACTERS = 4000
 _ROWS, _WIDTH = 3, 4
-Evaluated = Callable[[Mapping[str, Tensor]], Any]
 
 
 def activate(text: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def parsed(text: str) -> Evaluated:
     try:
         if len(text) > _MOST_CHARACTERS:
             raise ValueError("it is too long")
-        return _of(ast.parse(text, mode="eval").body)
+        return evaluated(ast.parse(text, mode="eval").body, ("gate", "up"), _function)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise AutoparError(
             f"{text[:80]!r} is no activation of experts",
@@ -52,36 +52,12 @@ def parsed(text: str) -> Evaluated:
         ) from None
 
 
-def _of(node: ast.expr) -> Evaluated:
-    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, int | float | str)):
-        constant = node.value
-        return lambda values: constant
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        negated = -node.operand.value  # type: ignore[operator]
-        return lambda values: negated
-    if isinstance(node, ast.Name) and node.id in ("gate", "up"):
-        name = node.id
-        return lambda values: values[name]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        function = _function(node.func.id)
-        given = [_of(each) for each in node.args]
-        options = {each.arg: _of(each.value) for each in node.keywords if each.arg is not None}
-
-        def call(values: Mapping[str, Tensor]) -> Any:
-            dtype = (values["gate"].dtype,) if function is _narrow else ()
-            named = {key: each(values) for key, each in options.items()}
-            return function(*(each(values) for each in given), *dtype, **named)
-
-        return call
-    raise ValueError(f"{ast.unparse(node)[:40]} is neither a number nor a call")
-
-
-def _wide(x: Tensor) -> Tensor:
+def _wide(values: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return x.to(wide_dtype(x.dtype))
 
 
-def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
+def _narrow(values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return x.to(values["gate"].dtype)
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -91,8 +67,7 @@ def _function(name: str) -> Callable[..., Any]:
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
     if packet is None or not any(torch.Tag.pointwise in each.tags for each in overloads):
         raise ValueError(f"{name} is no pointwise operator")
-    found: Callable[..., Any] = packet
-    return found
+    return lambda values, *args, **options: packet(*args, **options)
 
 
 # -------------------------------------------------------------------------------------------------- from code to text

@@ -24,6 +24,7 @@ from autopar.operators.basic import no_class
 from autopar.operators.ctc import trace_ctc_loss
 from autopar.operators.dropout_autograd import trace_dropout
 from autopar.operators.experts import trace_experts
+from autopar.operators.iterated import trace_iterate
 from autopar.operators.losses import trace_cross_entropy_terms
 from autopar.operators.matmul_autograd import trace_matmul
 from autopar.operators.recurrent import trace_lstm, trace_rnn
@@ -243,6 +244,7 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _ops.linear.default: _trace_linear,
     _ops.ctc_loss.default: trace_ctc_loss,
     _ops.experts.default: trace_experts,
+    _ops.iterate.default: trace_iterate,
     _ops.lstm.default: trace_lstm,
     _ops.rnn.default: trace_rnn,
 }

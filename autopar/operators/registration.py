@@ -28,6 +28,7 @@ from autopar.operators.basic import (
 from autopar.operators.classes import log_softmax, log_softmax_grad, put_label, softmax, softmax_grad
 from autopar.operators.ctc import ctc_loss, ctc_loss_grad
 from autopar.operators.experts import experts, experts_grad, experts_grad_bias
+from autopar.operators.iterated import iterate, iterate_grad
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.pieces import (
     attention_pieces,
@@ -344,6 +345,16 @@ _register(
     f"cache_write_(Tensor k, Tensor v, {_IN_PLACE}, {_STORED}int? start=None) -> ()",
     cache_write_,
     lambda *_, **__: None,
+)
+_register(
+    "iterate(Tensor x, Tensor[] others, str body, int times) -> Tensor",
+    iterate,
+    lambda x, *_: x.new_empty(x.shape),
+)
+_register(
+    "iterate_grad(Tensor g, Tensor x, Tensor[] others, str body, int times, int wrt) -> Tensor",
+    iterate_grad,
+    lambda g, x, others, body, times, wrt: torch.empty_like([x, *others][wrt], memory_format=torch.contiguous_format),
 )
 _register(
     "own_gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] saved, str function) -> Tensor[]",

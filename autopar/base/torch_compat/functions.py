@@ -30,6 +30,11 @@ def set_grad_enabled(mode: bool) -> None:
         torch._C._set_grad_enabled(mode)
 
 
+def overload_called(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The overload of an operator that a call with these arguments is of."""
+    return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
+
+
 Recorder = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 

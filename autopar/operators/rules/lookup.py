@@ -20,8 +20,8 @@ from autopar.operators.rules.pointwise import pointwise_rule
 from autopar.operators.rules.registry import _RULES, replicate
 
 _MODULES = (
-    "attention", "creation", "experts", "fused", "indexing", "matmul", "nn", "convolution", "pointwise", "reductions",
-    "views",
+    "attention", "creation", "experts", "fused", "indexing", "iterated", "matmul", "nn", "convolution", "pointwise",
+    "reductions", "views",
 )  # fmt: skip
 
 
