@@ -88,9 +88,7 @@ TRACE: tuple[Pass, ...] = (
             program, mesh=request.mesh, strategies=request.strategies, pins=request.pins
         ),
     ),
-    Pass(
-        "fold_loops", lambda program, request: fold_loops(program, mesh=request.mesh, strategies=request.strategies)
-    ),
+    Pass("fold_loops", lambda program, request: fold_loops(program, mesh=request.mesh, strategies=request.strategies)),
     Pass("differentiate", lambda program, request: differentiate(program, roots=request.roots)),
     Pass("name_values", lambda program, _: name_values(program)),
 )

@@ -34,6 +34,7 @@ from autopar.operators.iterated import may_be_called, parsed
 from autopar.operators.rules.iterated import dims_of_values
 from autopar.strategies.axis import AxisStrategy
 
+_OVERLOAD = type(torch.ops.aten.add.Tensor)
 logger = logging.getLogger("autopar.fold_loops")
 
 MOST_TOGETHER = 4096
@@ -98,15 +99,15 @@ def _kind(node: fx.Node) -> object:
     made = type_of(node)
     if node.op != "call_function" or made is None or not _may_be_called(node.target):
         return node
-    args = map_nodes((node.args, node.kwargs), lambda each: each if each.op == "placeholder" else type_of(each))
+    args = map_nodes((node.args, node.kwargs), type_of)
     return node.target, frozen(args), made
 
 
 def _may_be_called(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and may_be_called(target)
+    return isinstance(target, _OVERLOAD) and may_be_called(target)
 
 
-# ------------------------------------------------------------------------------------------------------ from rounds to text
+# -------------------------------------------------------------------------------------------------- from rounds to text
 
 
 def _loop(nodes: Sequence[fx.Node], length: int) -> Loop | None:
@@ -136,7 +137,9 @@ def _loop(nodes: Sequence[fx.Node], length: int) -> Loop | None:
     if len(starts) != 1 or any(user not in place for node in nodes if node is not result for user in node.users):
         return None
     (start,) = starts
-    others = tuple(dict.fromkeys(n for each in template for round_, n in each if round_ == 0 and isinstance(n, fx.Node)))
+    others = tuple(
+        dict.fromkeys(n for each in template for round_, n in each if round_ == 0 and isinstance(n, fx.Node))
+    )
     if type_of(start) != type_of(result) or any(type_of(other) is None for other in others) or start in others:
         return None
     first = tuple(nodes[:length])
@@ -227,12 +230,9 @@ def _is_apart(body: str, operands: Sequence[fx.Node]) -> bool:
     return bool(names[0]) and names[0][0].startswith("d") and together <= MOST_TOGETHER
 
 
-def _agrees(
-    body: str, first: Sequence[fx.Node], result: fx.Node, start: fx.Node, others: Sequence[fx.Node]
-) -> bool:
+def _agrees(body: str, first: Sequence[fx.Node], result: fx.Node, start: fx.Node, others: Sequence[fx.Node]) -> bool:
     """Whether the text does to a few numbers what the operators do."""
     specs = _specs((start, *others))
-    sizes: dict[str, int] = {}
     generator = torch.Generator().manual_seed(0)
     values: dict[fx.Node, torch.Tensor] = {}
     for node, spec, names in zip((start, *others), specs, dims_of_values(specs, body)):
@@ -249,7 +249,7 @@ def _agrees(
     return isinstance(text, torch.Tensor) and torch.equal(text.nan_to_num(), made[result].nan_to_num())
 
 
-# ------------------------------------------------------------------------------------------------------------- the graph
+# ---------------------------------------------------------------------------------------------------------- the graph
 
 
 def _rewrite(region: Region, found: Sequence[Loop]) -> Region:
@@ -270,4 +270,3 @@ def _rewrite(region: Region, found: Sequence[Loop]) -> Region:
     drop_dead(graph)
     graph.lint()
     return replace(region, graph=graph, origins=origins)
-

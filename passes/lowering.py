@@ -220,7 +220,7 @@ class PhaseBuilder:
         strategy, holds = self.region.strategies[node.name], exchanges.grouped_holds(call, self.layouts.hardware)
         if call.name in (iterated.FORWARD, iterated.GRADIENT):
             made.meta["buffers"] = partial(iterated.held_bytes, call, rule, strategy)
-        elif holds is not None or exchanges.exchange_axis(strategy.choices) is not None:
+        if holds is not None or exchanges.exchange_axis(strategy.choices) is not None:
             made.meta["buffers"] = partial(exchanges.buffer_bytes, call, rule, strategy, holds=holds)
 
     def _positions(self, shape: Sequence[int], sharding: Sharding) -> fx.Node | None:

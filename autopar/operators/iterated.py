@@ -47,7 +47,7 @@ def iterate(x: Tensor, others: Sequence[Tensor], body: str, times: int) -> Tenso
     run = parsed(body)
     for _ in range(times):
         x = run(x, others)
-    return x
+    return x.contiguous()  # as shapes for tracing have it
 
 
 def iterate_grad(g: Tensor, x: Tensor, others: Sequence[Tensor], body: str, times: int, wrt: int) -> Tensor:
@@ -70,7 +70,7 @@ def iterate_grad(g: Tensor, x: Tensor, others: Sequence[Tensor], body: str, time
             g = found[0]
             if wrt:
                 total = found[1] if total is None else total + found[1]
-    return g if total is None else total
+    return (g if total is None else total).contiguous()
 
 
 class _Iterate(torch.autograd.Function):
@@ -166,7 +166,7 @@ def may_be_called(target: Any) -> bool:
 
 
 def _function(name: str) -> Called:
-    packet = getattr(torch.ops.aten, name, None)
+    packet: Any = getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
     if not any(map(may_be_called, overloads)):
         raise ValueError(f"a round does not call {name}")

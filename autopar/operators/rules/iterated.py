@@ -82,7 +82,9 @@ def _names(specs: Specs, body: str) -> tuple[tuple[str, ...], ...]:
                 for number, dims in tensors if dims is not None
                 for place, dim in enumerate(dims) if factor.name in dim
             ]  # fmt: skip
-            alone = all(dims is None or all(dim == (factor.name,) for dim in dims if factor.name in dim) for _, dims in tensors)
+            alone = all(
+                dims is None or all(dim == (factor.name,) for dim in dims if factor.name in dim) for _, dims in tensors
+            )
             kept = all(dims is None or any(factor.name in dim for dim in dims) for dims in rule.results)
             for place in places:
                 same.join(places[0], place)
@@ -118,7 +120,7 @@ class _Classes:
         found = []
         for number, shape in shapes.items():
             names = []
-            for dim, size in enumerate(shape):
+            for dim in range(len(shape)):
                 root = self.find((number, dim))
                 if root in whole:  # two of one value would be its diagonal
                     known[number, dim] = f"w{len(known)}"

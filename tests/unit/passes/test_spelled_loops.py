@@ -1,4 +1,6 @@
-"""Rounds of a loop that a trace spells out have one decision, whose price is what all of them take."""
+"""Rounds of a loop that a trace spells out, and no operator stands for (fold_loops), have one decision, whose price is
+what all of them take.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Balanced(nn.Module):
 
 def annotated(model: nn.Module, x: Tensor) -> Program:
     request = Request(model, {"x": x}, MESH, resolve("auto", MESH))
-    traced, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
+    spelled_out = [each for each in (*pipeline.TRACE, *pipeline.RECOMPUTE) if each.name != "fold_loops"]
+    traced, _ = pipeline.run(request, spelled_out)
     return annotate(traced, mesh=MESH)
 
 

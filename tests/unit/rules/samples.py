@@ -33,6 +33,7 @@ from tests.unit.rules.tensors import (
     LAYER,
     LOG_SOFT,
     LOGSUM,
+    LOOPS,
     LSTM,
     NORM,
     OFFS,
@@ -110,6 +111,10 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.rotary_write.default": TOKENS,
     "autopar.cache_write.default": WRITES,
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
+    "autopar.iterate.default": [(p(4, 6, 4), others, body, 3) for body, others in LOOPS],
+    "autopar.iterate_grad.default": [
+        (r(4, 6, 4), p(4, 6, 4), others, body, 3, wrt) for body, others in LOOPS for wrt in range(len(others) + 1)
+    ],
     "autopar.lstm.default": [LSTM, (*LSTM, ENDS), (*LSTM, ENDS, True)],
     "autopar.lstm_grad.default": [(r(5, 4, 8), r(4, 8), r(4, 8), *given) for given in (LSTM, (*LSTM, ENDS, True))],
     "autopar.rnn.default": [(*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu"), (*GRU, "gru", ENDS)],

@@ -162,6 +162,13 @@ LABELS[0, 0] = -100
 LOGSUM = X.logsumexp(-1)
 OFFS = torch.tensor([4, 6, 6, 16], dtype=torch.int32)
 ENDS = torch.tensor([3, 5, 1, 4])
+LOOPS: list[tuple[str, list[Tensor]]] = [
+    ("t0 = div(x, add(sum(x, [-1], True), 1e-06)); div(t0, add(sum(t0, [-1], True), 1e-06))", []),
+    ("mul(softmax(add(x, y0), -1), sigmoid(y1))", [p(4), p(6, 1)]),
+    ("tanh(add(x, transpose(y0, -1, -2)))", [p(4, 4, 6)]),
+    ("squeeze(div(unsqueeze(x, -1), sum(mul(unsqueeze(x, -1), unsqueeze(x, -2)), [-1], True)), -1)", []),
+]
+"""Rounds of loops over x[4, 6, 4], and what all of them read."""
 LSTM, GRU, RNN = (
     (r(5, 4, 6), *(r(4, 8) for _ in range(states)), r(gates * 8, 6), r(gates * 8, 8), r(gates * 8), r(gates * 8))
     for states, gates in ((2, 4), (1, 3), (1, 1))
