@@ -291,4 +291,4 @@ def test_all_rounds_are_priced_and_held() -> None:
     few, many = rounds(5), rounds(105)
     assert many.cost.compute_s > 5 * few.cost.compute_s
     held = 100 * 2 * 6 * WIDTH * WIDTH * 4  # what each round is given, of half of the rows
-    assert many.memory.peak_bytes - few.memory.peak_bytes == pytest.approx(held, rel=1e-3)
+    assert many.cost.memory.peak - few.cost.memory.peak == pytest.approx(held, rel=1e-3)
