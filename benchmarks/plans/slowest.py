@@ -272,14 +272,21 @@ def main() -> int:
 
 
 def _prepare() -> None:
-    """Load all that a cell needs, so that forks begin at once."""
+    """Load all that a cell needs, so that forks begin at once: much of it is imported, and loops of the solver are read
+    from numba's cache or compiled, when something is planned first.
+    """
     import torch
     import transformers
 
-    import autopar  # noqa: F401
+    import autopar
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    layers = [torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)]
+    autopar.plan(
+        torch.nn.Sequential(*layers), autopar.Mesh.parse("dp=2,tp=2", hardware="cpu"),
+        example_inputs=(torch.randn(4, 8),),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

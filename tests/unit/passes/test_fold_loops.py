@@ -104,7 +104,7 @@ def test_a_loop_is_one_operator_that_equals_eager(function: Callable[..., Tensor
     plan = planned(function)
     forward = [line for line in plan.source.splitlines() if "ops.iterate(" in line]
     assert len(forward) == 1 and f", {ROUNDS + (function is turned)})" in forward[0]
-    plan.verify()
+    assert plan.verify().ok
 
 
 @pytest.mark.moderate
@@ -120,17 +120,17 @@ def test_a_loop_is_one_operator_that_equals_eager(function: Callable[..., Tensor
 )
 @pytest.mark.parametrize("function", FOLDED)
 def test_strategies(function: Callable[..., Tensor], mesh: str, strategy: Any) -> None:
-    planned(function, strategy, mesh).verify()
+    assert planned(function, strategy, mesh).verify().ok
 
 
 @pytest.mark.parametrize("function", [with_constants, without_a_gradient])
 def test_parts_without_a_gradient(function: Callable[..., Tensor]) -> None:
     """Breaks if what a loop makes under no_grad gets a gradient."""
-    planned(function).verify()
+    assert planned(function).verify().ok
 
 
 def test_microbatches() -> None:
-    planned(gated, "ddp", microbatches=2).verify()
+    assert planned(gated, "ddp", microbatches=2).verify().ok
 
 
 def _read_in_between(c: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
@@ -203,13 +203,13 @@ def test_what_stays_spelled_out(function: Callable[..., Tensor]) -> None:
     """
     plan = planned(function)
     assert "iterate" not in plan.source
-    plan.verify()
+    assert plan.verify().ok
 
 
 def test_rounds_of_a_few_kinds_are_one_round() -> None:
     plan = planned(_another_dim)
     assert "ops.iterate(" not in plan.source  # three dims in turn, of which one is the tokens': twice three rounds
-    plan.verify()
+    assert plan.verify().ok
 
 
 def test_large_rounds_stay_spelled_out() -> None:
@@ -233,7 +233,7 @@ def test_a_batch_of_one_is_folded_as_others_are() -> None:
         Mixed(sinkhorn), autopar.Mesh.parse("tp=2", hardware="cpu"), example_inputs={"x": torch.randn(1, 1, 8)}
     )
     assert "ops.iterate(" in plan.source
-    plan.verify()
+    assert plan.verify().ok
 
 
 @pytest.mark.parametrize(
