@@ -266,14 +266,15 @@ def test_loops_lie_apart() -> None:
     assert found == [("sigmoid(x)", 8), ("tanh(x)", 8)]
 
 
-def test_what_is_turned_in_each_round_is_not_split() -> None:
-    """Breaks if what comes out along a dim is taken for what went in along it."""
-    target, args = (
-        torch.ops.autopar.iterate.default,
-        (torch.rand(4, 6, 6).double(), [], "tanh(transpose(x, -1, -2))", 3),
-    )
+@pytest.mark.parametrize(
+    ("body", "split"),
+    [("tanh(transpose(x, -1, -2))", [True, False, False]), ("div(x, sum(x, [-1], True))", [True, True, False])],
+)
+def test_what_rounds_turn_or_sum_is_not_split(body: str, split: list[bool]) -> None:
+    """Breaks if what comes out along a dim is taken for what went in along it, or if sums are of what a rank has."""
+    target, args = torch.ops.autopar.iterate.default, (torch.rand(4, 6, 6).double(), [], body, 3)
     rule = rule_for(op_call(target, args, {}, target(*args)))
-    assert [factor.split for factor in rule.factors] == [True, False, False]
+    assert [factor.split for factor in rule.factors] == split
     assert not verify_rule(target, args, {}, rule)
 
 
