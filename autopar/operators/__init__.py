@@ -61,6 +61,8 @@ from autopar.operators.dispatched import (
     experts,
     experts_grad,
     experts_grad_bias,
+    iterate,
+    iterate_grad,
     rms_norm,
     rms_norm_backward,
     rotary,
@@ -69,7 +71,6 @@ from autopar.operators.dispatched import (
     sum_exp,
 )
 from autopar.operators.dropout_autograd import tracing_seed
-from autopar.operators.iterated import iterate, iterate_grad
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.normalization import (
     batch_norm,
