@@ -6,6 +6,8 @@ where the text computes the program's values, whatever it recomputes, saves, sen
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ from autopar.ir.region import Region
 from autopar.ir.terms import SCHEME, Tape, Term, Terms, leaf, shifted, short
 from autopar.ir.values import ValueRef, gradient_key
 
+BEFORE = ("loss_weight", "of_batch")
+"""Functions of a program that say, of the batch alone, how its microbatches are put together (`ir/interface.py`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
@@ -30,7 +35,8 @@ class Meaning:
     Of one microbatch, or two where there are more: that tells what is added up from what is not. steps: every term on
     the way, short (`short`): where a part may be one of several wholes, what is meant is the one that is among them.
     shapes: of the outputs, as the user sees them. roots: the places of outputs for which a gradient comes in. Both None
-    in a plan of an autopar that did not say.
+    in a plan of an autopar that did not say. before: digests of the functions that run before the program, and have no
+    terms (`BEFORE`), by name.
     """
 
     outputs: tuple[Term, ...]
@@ -40,6 +46,7 @@ class Meaning:
     scheme: int = SCHEME
     shapes: tuple[tuple[int, ...], ...] | None = None
     roots: tuple[int, ...] | None = None
+    before: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_comparable(self) -> bool:
@@ -67,6 +74,26 @@ def seed_leaf(place: int) -> Term:
     return leaf("seed", str(place)) if place else leaf("seed")
 
 
+def digest_of(source: str, name: str) -> str:
+    """Of what a text says that a name is: code, whatever its comments are; also where it says so twice."""
+    said = [statement for statement in ast.parse(source).body if _binds(statement, name)]
+    for statement in said:
+        if isinstance(statement, ast.FunctionDef) and ast.get_docstring(statement) is not None:
+            del statement.body[0]
+    return hashlib.sha256("\n".join(map(ast.unparse, said)).encode()).hexdigest()[:16]
+
+
+def _binds(statement: ast.AST, name: str) -> bool:
+    if isinstance(statement, ast.FunctionDef):
+        return statement.name == name
+    stored = (node for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    names = {node.id for node in stored}
+    names |= {node.asname or node.name for node in ast.walk(statement) if isinstance(node, ast.alias)}
+    return name in names | {
+        node.name for node in ast.walk(statement) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+
+
 @without_collection()
 def meaning_of(program: Program) -> Meaning:
     """The meaning of a program that is differentiated, or planned for inference."""
@@ -78,7 +105,9 @@ def meaning_of(program: Program) -> Meaning:
     shapes = tuple(tuple(port.type.shape if port.logical is None else port.logical) for port in ports)
     roots = tuple(place for place, ref in enumerate(program.outputs) if ref in program.roots)
     steps = frozenset(map(short, reading.terms.made()))
-    return Meaning(outputs, updates, gradients, steps, shapes=shapes, roots=roots)
+    texts = ("", "") if program.batching is None else (program.batching.weight, program.batching.of_batch)
+    before = tuple((name, digest_of(text, name)) for name, text in zip(BEFORE, texts, strict=True) if text)
+    return Meaning(outputs, updates, gradients, steps, shapes=shapes, roots=roots, before=before)
 
 
 class _Reading:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import ProgramInterface
+from autopar.ir.meaning import digest_of
 from autopar.ir.terms import Term
 from autopar.ir.values import gradient_key, gradient_of
 
@@ -46,6 +47,22 @@ class Compared:
             if entry.differentiable != (place in wanted.roots):
                 raise _not_planned(
                     "output", entry.name, f"a gradient is {'' if entry.differentiable else 'not '}handed in for it"
+                )
+
+    def before(self, source: str) -> None:
+        """Whether the text says of the batch what was planned, before anything runs: by what microbatches are weighted,
+        and what they read of all rows.
+
+        Raises:
+            AutoparError: one of these functions is another, or gone.
+        """
+        for name, digest in () if self._wanted is None else self._wanted.before:
+            if digest_of(source, name) != digest:
+                raise AutoparError(
+                    f"the program is not right: its {name} is another than was planned",
+                    where=name,
+                    values="microbatches are put together by what it says of the batch",
+                    remedy=REMEDY,
                 )
 
     def _inputs(self) -> None:

@@ -71,6 +71,7 @@ def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: b
             program.namespace[name] = _once_a_type(function, typing)
     border = _Border(interface, typing, program, beside)
     border.meaning.border()
+    border.meaning.before(source)
     try:
         with torch.no_grad(), typing:
             if interface.pipeline is None:

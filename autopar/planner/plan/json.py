@@ -292,6 +292,7 @@ def _meaning_data(meaning: Meaning) -> dict[str, Any]:
         "scheme": str(meaning.scheme),
         "shapes": meaning.shapes,
         "roots": meaning.roots,
+        "before": dict(meaning.before),
     }
 
 
@@ -304,6 +305,7 @@ def _meaning_from(data: Mapping[str, Any]) -> Meaning:
     return Meaning(
         outputs, updates, gradients, steps, int(data["scheme"]),
         None if shapes is None else tuple(map(tuple, shapes)), None if roots is None else tuple(roots),
+        tuple(sorted(data.get("before", {}).items())),
     )  # fmt: skip
 
 

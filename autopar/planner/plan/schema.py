@@ -135,6 +135,7 @@ class MeaningRow(TypedDict):
     scheme: str
     shapes: NotRequired[list[list[int]] | None]
     roots: NotRequired[list[int] | None]
+    before: NotRequired[dict[str, str]]
 
 
 class ExpertsRow(TypedDict):

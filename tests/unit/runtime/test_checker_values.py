@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import autopar
@@ -92,6 +96,65 @@ def test_what_is_added_up_over_microbatches(pattern: str, replacement: str, line
     check_types(text, plan.interface, identity=False)
     with pytest.raises(AutoparError, match="another gradient"):
         check_types(text, plan.interface)
+
+
+class Labelled(nn.Module):
+    """An average over labels, and over those and all rows."""
+
+    def __init__(self, is_mixed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.is_mixed = is_mixed
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        loss = F.cross_entropy(x, labels)
+        return {"loss": loss + x.square().mean() if self.is_mixed else loss}
+
+
+@lru_cache(maxsize=2)
+def in_microbatches(is_mixed: bool) -> Plan:
+    batch = {"x": torch.randn(8, 4), "labels": torch.tensor([0, 1, 2, -100, 3, 0, -100, -100])}
+    strategy = {"pp": "pipeline(1f1b)"}
+    return autopar.plan(Labelled(is_mixed), {"pp": 2}, example_inputs=batch, strategy=strategy, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("is_mixed", "pattern", "replacement"),
+    [
+        (False, r"!= -100", "!= 0"),
+        (False, r"    return (\w+)\.to", r"    return 2 * \1.to"),
+        (False, r"def loss_weight", "def weight_of_loss"),
+        (False, r"\ndef split_inputs", "\nloss_weight = lambda inputs: torch.ones(())\n\ndef split_inputs"),
+        (True, r"!= -100", "!= 0"),
+        (True, r"(\w+) = (\w+)\.sum\(\)", r"\1 = \2.sum() + 1"),
+    ],
+)
+def test_what_microbatches_are_put_together_by(is_mixed: bool, pattern: str, replacement: str) -> None:
+    """Breaks if the weight of a microbatch's loss, or what all of them read of the batch, may be another."""
+    plan = in_microbatches(is_mixed)
+    text = re.sub(pattern, replacement, str(plan.source), count=1)
+    assert text != plan.source
+    check_types(text, plan.interface, identity=False)
+    name = "of_batch" if is_mixed else "loss_weight"
+    with pytest.raises(AutoparError, match=f"its {name} is another than was planned") as found:
+        check_types(text, plan.interface)
+    assert "AUTOPAR_CHECK=types" in str(found.value)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_what_is_said_of_the_batch_in_other_words(is_mixed: bool, tmp_path: Path) -> None:
+    """Breaks if comments are taken for code, or if what is said of the batch is lost with the plan's file."""
+    plan = in_microbatches(is_mixed)
+    head, name, tail = str(plan.source).partition("of_batch(" if is_mixed else "loss_weight(")
+    check_types(
+        head + name + tail.replace('"""', '"""In other words: ', 1).replace("  # i64[", "  # of ", 1), plan.interface
+    )
+    plan.save(tmp_path / "plan.json")
+    meaning = Plan.load(tmp_path / "plan.json").interface.meaning
+    assert meaning is not None and [each for each, _ in meaning.before] == [name.removesuffix("(")]
+    assert meaning == plan.interface.meaning
 
 
 @pytest.mark.sampled(2)
