@@ -22,6 +22,7 @@ from torch import Tensor
 from autopar import operators
 from autopar.base.torch_compat.distributed import TorchDispatchMode
 from autopar.ir.program import Program
+from autopar.runtime.microbatches import join_rows, take_rows
 
 _aten = torch.ops.aten
 _FUNCTIONAL: Mapping[Any, Any] = {
@@ -83,13 +84,66 @@ def _draw(node: Any, seed: int) -> Draw | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One draw of each microbatch of a step, of which the model makes one: their rows stand in so many groups."""
+
+    draws: tuple[Draw, ...]
+    groups: int
+
+    def dim_in(self, shape: Sequence[int]) -> int | None:
+        """The dim of the whole draw along which those of microbatches lie; None where it is not made of them."""
+        num, part = len(self.draws), self.draws[0].shape
+        if math.prod(shape) != num * math.prod(part):
+            return None
+        if len(part) == len(shape):
+            differing = [dim for dim, (whole, own) in enumerate(zip(shape, part, strict=True)) if whole != own]
+            return differing[0] if len(differing) == 1 else None
+        before = {math.prod(part[:dim]) for dim in range(len(part) + 1)}
+        behind = {math.prod(part[dim:]) for dim in range(len(part) + 1)}
+        fits = (
+            shape[dim] % num == 0 and math.prod(shape[:dim]) in before and math.prod(shape[dim + 1 :]) in behind
+            for dim in range(len(shape))
+        )
+        return next((dim for dim, each in enumerate(fits) if each), None)
+
+
+def joined(draws: Sequence[Sequence[Draw | None]], groups: int) -> list[Joined | None]:
+    """draws: of each microbatch."""
+    of_all = zip(*draws, strict=True)
+    return [None if None in each else Joined(tuple(x for x in each if x is not None), groups) for each in of_all]
+
+
+class Steady(TorchDispatchMode):
+    """Inside, a draw gives every element the same: a dropout keeps all.
+
+    is_steady: false once something was drawn in a way that is not known here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_steady = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return found
+        known = func in _FUNCTIONAL or func in _FROM_GENERATOR or func in operators.RANDOM
+        if not known or not isinstance(found, Tensor) or not (found.is_floating_point() or found.dtype == torch.bool):
+            self.is_steady = False
+            return found
+        return found.fill_(1 if "bernoulli" in func.__name__ else 0.5)
+
+
 class handed(TorchDispatchMode):
     """Inside, what draws from torch's generator gets these draws, in order."""
 
-    def __init__(self, draws: Iterable[Draw | None]) -> None:
+    def __init__(self, draws: Iterable[Draw | Joined | None]) -> None:
         super().__init__()
         self.draws = deque(draws)
-        self._made: dict[bytes, Draw | None] = {}
+        self._made: dict[bytes, Draw | Joined | None] = {}
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._packed: _Packed | None = None
 
@@ -155,10 +209,38 @@ class _Packed:
         return torch.ops.aten._pack_padded_sequence(x[:, self.order.to(x.device)], self.lengths, False)[0]
 
 
+def _joined(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], draw: Joined) -> Tensor | None:
+    """What a call for the whole batch gives with the numbers of all microbatches."""
+    shape = next((tuple(x.shape) if isinstance(x, Tensor) else tuple(x) for x in args if _is_shaped(x)), ())
+    if (dim := draw.dim_in(shape)) is None:
+        return None
+    num, parts = len(draw.draws), list[Tensor]()
+    for i, own in enumerate(draw.draws):
+
+        def part(value: Any, i: int = i) -> Any:
+            if isinstance(value, Tensor) and value.shape == shape:
+                return take_rows(value, dim, i, num, draw.groups)
+            if isinstance(value, list | tuple) and tuple(value) == shape:
+                return [size // num if place == dim else size for place, size in enumerate(shape)]
+            return value
+
+        found = _numbers(functional, list(map(part, args)), {name: part(x) for name, x in kwargs.items()}, own, None)
+        if found is None:
+            return None
+        parts.append(found)
+    return join_rows(parts, dim, draw.groups)
+
+
+def _is_shaped(value: Any) -> bool:
+    return isinstance(value, Tensor | list | tuple)
+
+
 def _numbers(
-    functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], draw: Draw, packed: _Packed | None
+    functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], draw: Draw | Joined, packed: _Packed | None
 ) -> Tensor | None:
     """What a call gives with the program's numbers; None where it is another draw."""
+    if isinstance(draw, Joined):
+        return _joined(functional, args, kwargs, draw)
     kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     if draw.p is None:
         return _made(operators.RANDOM[functional], args, kwargs, draw)

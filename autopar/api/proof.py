@@ -25,6 +25,7 @@ from autopar.api import interpret
 from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare, distance
 from autopar.api.draws import draws_of, handed
 from autopar.api.edited import edited_program
+from autopar.api.in_parts import Draws, batch_of, by_microbatches, with_tensors
 from autopar.api.promote import default_dtype, only
 from autopar.api.small_model import as_drawn, small_model
 from autopar.base.errors import AutoparError
@@ -40,9 +41,7 @@ from autopar.passes.branches import put_ways
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.told import as_told, left_on
 from autopar.runtime.branches import other_ways
-from autopar.runtime.comm import RecordingComm
-from autopar.runtime.loader import load_program
-from autopar.runtime.microbatches import join_rows, make_batch, seed_of, whole_output
+from autopar.runtime.microbatches import whole_output
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulation import SimulationResult
 from autopar.strategies.pipelining.asked import refusal
@@ -333,12 +332,12 @@ def expected(
     others = {name: x.detach().clone() for name, x in model.named_buffers() if name not in changed}
     wanted = {name: tensors[name].detach().clone().requires_grad_() for name in sorted(program.wanted)}
     if wanted:
-        inputs, tensors = _with(inputs, wanted), {**tensors, **wanted}
+        inputs, tensors = with_tensors(inputs, wanted), {**tensors, **wanted}
     with only(dtype), huggingface.training_capture(model), experts.wide(), torch.set_grad_enabled(program.training):
         if program.microbatches > 1 and draws_of(program, seed):
-            results = _by_microbatches(program, model, inputs, source, tensors, seed)
+            results = by_microbatches(program, model, inputs, batch_of(program, source, tensors), seed, _run)
         else:
-            results = _run(program, model, inputs, seed, {})
+            results = _run(program, model, inputs, handed(draws_of(program, seed)), {})
     grads: dict[str, torch.Tensor] = {}
     if program.training:
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()}
@@ -386,17 +385,18 @@ def _rounding(
 
 
 def _run(
-    program: Program, model: nn.Module, inputs: Mapping[str, Any], seed: int, scales: Mapping[ValueRef, float]
+    program: Program, model: nn.Module, inputs: Mapping[str, Any], draws: Draws, scales: Mapping[ValueRef, float] | None
 ) -> tuple[torch.Tensor, ...]:
-    """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1."""
-    draws = handed(draws_of(program, seed))
+    """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1; None:
+    forward alone.
+    """
     with draws, control_flow_by_torch(), as_told(model, program.told):
         output = _eager(model, inputs)
         left = left_on(model, program.carried)
     results = tuple(x for x in map(_as_tensor, [*tracing.tree_flatten(output)[0], *left]) if x is not None)
     if program.branches:  # the program's last output: it is to go the ways that eager does
         results = (*results, torch.tensor(len(program.branches)))
-    if program.training:
+    if program.training and scales is not None:
         # What depends on parameters here, and does not in the program, has lost its gradient there: not here.
         roots = [
             (value, ref)
@@ -444,44 +444,3 @@ def _eager(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
             where=tracing.model_line(error),
             remedy=remedy,
         ) from error
-
-
-def _with(inputs: Mapping[str, Any], others: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-    """The batch with other tensors in the place of some, by name."""
-    leaves, spec = tracing.tree_flatten(dict(inputs))
-    paths = [path for path, _ in tracing.tree_leaves_with_path(dict(inputs))]
-    found: Mapping[str, Any] = tracing.tree_unflatten(
-        [others.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)], spec
-    )
-    return found
-
-
-def _by_microbatches(
-    program: Program,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    source: str,
-    tensors: Mapping[str, torch.Tensor],
-    seed: int,
-) -> tuple[torch.Tensor, ...]:
-    """The outputs of the microbatches, one after the other, each with its part in the step's."""
-    interface = interface_of(program)
-    comm = RecordingComm(interface.axes, interface.sizes, 0)
-    batch = make_batch(load_program(source, "<generated program>"), interface, comm, tensors)
-    entries, parts = interface.outputs, list[tuple[torch.Tensor, ...]]()
-    scales = [[1.0 if e.combine == "concat" else batch.scale(e, i) or 0.0 for e in entries] for i in range(batch.num)]
-    for i, own in enumerate(scales):
-        rows = {entry.name: batch.rows(tensors[entry.name], entry, i).contiguous() for entry in interface.inputs}
-        seed_i = int(seed_of(seed, i, torch.device("cpu")))
-        roots = dict(zip(program.outputs, own, strict=True))
-        parts.append(_run(program, model, _with(inputs, rows), seed_i, roots))
-    outputs: list[torch.Tensor] = []
-    for place, entry in enumerate(entries):
-        values = [part[place] for part in parts]
-        if entry.combine == "concat":
-            assert entry.batch_dim is not None
-            outputs.append(join_rows(values, entry.batch_dim, batch.groups))
-        else:
-            terms = [value * own[place] for value, own in zip(values, scales, strict=True) if own[place]]
-            outputs.append(torch.stack(terms).sum(0) if len(terms) > 1 else terms[0])
-    return tuple(outputs)
