@@ -4,6 +4,7 @@
         rows = x[start : start + n]                    a slice between two tensors (`ragged.py`)
         start += n
     scale = x.abs().max().item();  x / scale           x / scale, which has no gradient
+    torch.tensor([x.max(), 1.0])                       a stack of both, which has no gradient
 
 They are what Python's numbers would be: of int64 or float64, beside other tensors of these tensors' types, and without
 a gradient. What asks for more than arithmetic (a size, a branch, a format) meets a tensor whose value nobody knows.
@@ -13,6 +14,7 @@ source says that nothing else is done with them.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import weakref
@@ -66,6 +68,8 @@ class Numbers(TorchFunctionMode):
             name = "float" if func is Tensor.__float__ else "int"
             if frame is not None and (is_only_handed_out(frame, name) or is_only_added(frame, name)):
                 return self._as_plain(args[0], func)
+        if func in _LISTING and (listed := self._listed(func, args, kwargs)) is not None:
+            return listed
         name = getattr(func, "__name__", "")
         if name == "__format__" and self.is_number(args[0]):
             raise AutoparError(
@@ -130,6 +134,33 @@ class Numbers(TorchFunctionMode):
         whole = [each.dtype for each in others if each.dtype != torch.bool]
         return value.to(floating[0]) if floating else value.to(whole[0]) if whole else value
 
+    def _listed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """What torch makes of a list with traced tensors in it, of which it reads the numbers; None of other lists."""
+        *liked, data = args[: 2 if func is Tensor.new_tensor else 1] or (None,)
+        shape, leaves = _spread(data)
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        if shape is None or not shape or len(leaves) > MOST or not any(map(compat.is_stand_in, tensors)):
+            return None
+        if len(args) > 1 + len(liked) or kwargs.keys() - {"dtype", "device", "requires_grad", "pin_memory"}:
+            return None
+        dtype = kwargs.get("dtype") or (liked[0].dtype if liked else None)
+        if dtype is None:
+            dtype = functools.reduce(torch.promote_types, map(self._listed_dtype, leaves))
+        numbers = [
+            each.detach().reshape(()).to(dtype) if isinstance(each, Tensor) else torch.scalar_tensor(each, dtype=dtype)
+            for each in leaves
+        ]
+        return torch.stack(numbers).reshape(shape)
+
+    def _listed_dtype(self, value: Any) -> torch.dtype:
+        if isinstance(value, Tensor) and not (self.is_number(value) and value.is_floating_point()):
+            return value.dtype
+        if isinstance(value, complex):
+            return torch.get_default_dtype().to_complex()
+        if isinstance(value, Tensor | float):
+            return torch.get_default_dtype()
+        return torch.bool if isinstance(value, bool) else torch.int64
+
     def _as_plain(self, x: Tensor, func: Callable[..., Any]) -> int | float:
         """`float(x)`, `int(x)`: a number like no other, which is found again in what forward returns."""
         number = math.nan if func is Tensor.__float__ else _MANY + len(self._plain)
@@ -172,6 +203,21 @@ class Numbers(TorchFunctionMode):
         return found.reshape(tuple(x.shape))
 
 
+def _spread(data: Any) -> tuple[tuple[int, ...] | None, list[Any]]:
+    """The shape of nested lists, and the numbers in them: Python's, and tensors of one element. None where they are
+    something else.
+    """
+    if not isinstance(data, list | tuple):
+        is_number = isinstance(data, Tensor) and data.numel() == 1
+        return (() if is_number or type(data) in (bool, int, float, complex) else None), [data]
+    parts = [_spread(each) for each in data]
+    shapes = {shape for shape, _ in parts}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    return None if shape is None else (len(data), *shape), [each for _, leaves in parts for each in leaves]
+
+
+_LISTING = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+"""What makes a tensor of numbers in a list."""
 _MANY = 1 << 61
 """No small number, of which Python has one object each."""
 _PLAIN = (Tensor.__float__, Tensor.__int__)

@@ -18,7 +18,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import PlainDispatchMode, tree_leaves, without_dispatch
 from autopar.ir.forms import form_of
 from autopar.ir.op_call import flatten_results, op_call, parameters_of
-from autopar.ir.sharding import Replicate
+from autopar.ir.sharding import PARTIAL, Partial, Placement, Replicate
 from autopar.ir.terms import constant_leaf
 from autopar.runtime.checker.infer import Inference
 from autopar.runtime.checker.moves import resized
@@ -30,6 +30,9 @@ from autopar.runtime.data_dependent import LARGEST
 
 _CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What `torch.tensor([…])` is."""
+_MOVING = (torch.ops.aten.stack.default, torch.ops.aten.unbind.int)
+"""What small messages are put together and taken apart by."""
+_MAXIMUM = Partial("max")
 REMEDY = "undo the last edit of the program, or let autopar write it again; AUTOPAR_CHECK=0 runs it unchecked"
 
 
@@ -68,6 +71,8 @@ class Typing(PlainDispatchMode):
         own = _traits(func)
         if own.is_special:
             return self._constant(args[0]) if func in _CONSTANTS else self._data_dependent(func, args, kwargs)
+        if func in _MOVING and (axes := self._axes_of_maxima(args)):
+            return self._of_maxima(func, args, kwargs, axes)
         given, named = tuple(args), dict(kwargs)
         if own.makes:
             named["device"] = "meta"
@@ -105,6 +110,33 @@ class Typing(PlainDispatchMode):
             if each is not None:
                 give_said(result, each)
         return made
+
+    def _axes_of_maxima(self, args: Sequence[Any]) -> list[int]:
+        """Over which axes all operands are terms of a maximum."""
+        found = [
+            [axis for axis in range(len(self.axes.sizes)) if all(each.sharding[axis] == _MAXIMUM for each in types)]
+            for types in (self.axes.of(x) for x in tree_leaves(args) if isinstance(x, Tensor))
+        ]
+        return found[0] if found and all(axes == found[0] for axes in found) else []
+
+    def _of_maxima(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Sequence[int]) -> Any:
+        """What moves elements does to the terms of a maximum what it does to those of a sum."""
+
+        def over(x: Any, placement: Placement) -> Any:
+            if not isinstance(x, Tensor):
+                return [over(each, placement) for each in x] if isinstance(x, list | tuple) else x
+            types = self.axes.of(x)
+            for axis in axes:
+                types = frozenset(
+                    each.over(axis, placement) for each in types if isinstance(each.sharding[axis], Partial)
+                )
+            return give(x.detach(), types)
+
+        with self.quietly():
+            sums = over(args, PARTIAL)
+        made = self.typed(func, sums, kwargs)
+        with self.quietly():
+            return over(made, _MAXIMUM)
 
     def _constant(self, x: Tensor) -> Tensor:
         with self.quietly():
