@@ -212,6 +212,7 @@ def _with_repeated_blocks(
             kept = Kept(clone, (), watched)
             telling = Telling(clone, values_of(model), start, start.wanted, numbers, rows)
             carries = Carries(clone, numbers, (), telling.made)
+            clone.forward = blocks.within(clone)
             clone.forward = kept.within(counted.within(Reassigned(clone).within(clone.forward)))
             clone.forward = carries.within(clone.forward) if carries_values else clone.forward
             clone.forward = Ragged(numbers).within(telling.within(clone.forward))
@@ -241,7 +242,7 @@ def _with_repeated_blocks(
         except AutoparError as error:
             raise _with_line(error) from error.__cause__
         except Exception as error:
-            if not blocks.learns():
+            if not blocks.learns(error):
                 logger.info("tracing the model whole: %s", error)
                 return None
             logger.info("tracing the model again: %s", error)

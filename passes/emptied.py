@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autopar.base.copies import copied, without_own_hooks
+from autopar.base.copies import copied, copied_value, without_own_hooks
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes import mutation, seeds, substitutes
-from autopar.passes.blocks.hollow import NotRepeated
+from autopar.passes.blocks.alike import PLAIN
+from autopar.passes.blocks.hollow import Unshown, attributes_of
 
 
 def traced_copy(
@@ -95,9 +96,15 @@ def meta_clone(
         memo.update((id(x), emptied(x, precision, mode)) for x in results)
     memo.update((id(generator), generator) for generator in seeds.held(model).values())  # whose draws are to be seen
     clone = without_own_hooks(copied(model, memo))
-    for other in (instead or {}).values():  # what these share with the model, they share with the copy
-        vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})
+    for other in (instead or {}).values():  # they hold what the copy would
+        for own, name, value in attributes_of(other):
+            own[name] = value if isinstance(value, PLAIN) else _held_by_copy(value, memo)
     return clone
+
+
+def _held_by_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """What the copy of a module has for a value; tensors that are no buffers are only read."""
+    return memo.get(id(value), value) if isinstance(value, torch.Tensor) else copied_value(value, memo)
 
 
 def empty_batch(inputs: Mapping[str, Any], precision: torch.dtype | None) -> dict[str, Any]:
@@ -117,7 +124,7 @@ class _Memo(dict[int, Any]):
     def get(self, key: int, default: Any = None) -> Any:
         """As of a dict."""
         if key in self._left_out:
-            raise NotRepeated("a tensor of a block is held outside of it")
+            raise Unshown("a tensor of a block is held outside of it")
         return super().get(key, default)
 
 

@@ -35,6 +35,11 @@ _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 """What `copy.deepcopy` copies as it is to be."""
 
 
+def copied_value(value: Any, memo: dict[int, Any]) -> Any:
+    """What a module's copy holds where the module held this."""
+    return _with_functions(copy.deepcopy(value, memo), memo)
+
+
 def _with_functions(value: Any, memo: dict[int, Any]) -> Any:
     """What a module's copy holds, with such functions; lists and dicts of them are changed in place."""
     if isinstance(value, types.FunctionType | functools.partial):

@@ -1,4 +1,4 @@
-"""What a block's forward reads of its modules' attributes, and whether it changes any.
+"""What a block's forward reads of its modules' attributes.
 
 Only attributes that are not the same in all blocks are watched. They are put aside: out of the dictionary of a module,
 which is of a copy of the model that nobody else holds. Python then asks `nn.Module.__getattr__`, which looks among the
@@ -14,14 +14,14 @@ import functools
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import nn
 
 from autopar.base.watched import Watched
-from autopar.passes.blocks.alike import MISSING, OWN
-from autopar.passes.blocks.hollow import NotRepeated
+from autopar.passes.blocks.alike import OWN
+from autopar.passes.blocks.hollow import NotRepeated, Running
 
 Place = tuple[str, str]
 """The path of a module in its block, and the name of an attribute."""
@@ -30,7 +30,8 @@ Place = tuple[str, str]
 class Recording:
     """The modules of one copy of a model, while it is traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: Running) -> None:
+        self._running = running
         self._under_way: list[tuple[Mapping[int, str], dict[Place, None]]] = []
         self._always: dict[int, list[str]] = {}
         self._numbers: dict[int, dict[str, int]] = {}
@@ -57,7 +58,7 @@ class Recording:
         numbers = {name: value for name, value in values.items() if name in watched}
         self._numbers[key] = numbers
         aside = _Aside(
-            values, frozenset(names), lambda name: self._note(key, name),
+            values, set(names), self._running, lambda name: self._note(key, name),
             {name: functools.partial(self._watched, key, name, value) for name, value in numbers.items()},
         )  # fmt: skip
         own["_modules"] = _Modules(own["_modules"], aside)
@@ -65,7 +66,7 @@ class Recording:
 
     def numbers(self, block: nn.Module) -> set[int]:
         """Those that are watched in a block."""
-        modules = (module for _, module in _modules_of(block, ""))
+        modules = (module for _, module in modules_of(block, ""))
         return {value for module in modules for value in self._numbers.get(id(module), {}).values()}
 
     def _watched(self, module: int, name: str, value: int) -> Any:
@@ -87,22 +88,15 @@ class Recording:
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[dict[Place, None]]:
-        """What the modules of a block read meanwhile of what was put aside, and what cannot be watched.
-
-        Raises:
-            NotRepeated: at the end, where an attribute, a buffer or a submodule is no longer what it was.
-        """
+        """What the modules of a block read meanwhile of what was put aside, and what cannot be watched."""
         paths = {id(module): path for path, module in block.named_modules()}
         unseen = ((path, name) for key, path in paths.items() for name in self._always.get(key, ()))
         reads: dict[Place, None] = dict.fromkeys(unseen)
-        before = held(block)
         self._under_way.append((paths, reads))
         try:
             yield reads
         finally:
             self._under_way.pop()
-        if (changed := difference(before, held(block))) is not None:
-            raise NotRepeated(f"forward changes {changed}")
 
 
 def has_slots(module: nn.Module) -> bool:
@@ -123,7 +117,7 @@ def _may_be_put_aside(module: nn.Module, name: str) -> bool:
 def held(block: nn.Module) -> dict[tuple[str, ...], Any]:
     """What the modules of a block hold, without noting that it was read."""
     found: dict[tuple[str, ...], Any] = {}
-    for path, module in _modules_of(block, ""):
+    for path, module in modules_of(block, ""):
         for name, value in dict.items(vars(module)):
             found[path, name] = value
             if name in OWN and isinstance(value, dict):
@@ -131,31 +125,27 @@ def held(block: nn.Module) -> dict[tuple[str, ...], Any]:
     return found
 
 
-def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """As `named_modules()`, without noting that it was read; those that stand in for others, too (`hollow.py`)."""
     yield path, module
     for name, child in dict.items(vars(module)["_modules"]):
         if child is not None:
-            yield from _modules_of(child, f"{path}.{name}" if path else name)
-
-
-def difference(before: Mapping[tuple[str, ...], Any], after: Mapping[tuple[str, ...], Any]) -> str | None:
-    """The name of something that is not what it was, as `held` says."""
-    if before.keys() == after.keys() and all(value is after[key] for key, value in before.items()):
-        return None
-    changed = [key for key in before.keys() | after.keys() if before.get(key, MISSING) is not after.get(key, MISSING)]
-    return ".".join(filter(None, min(changed)))
+            yield from modules_of(child, f"{path}.{name}" if path else name)
 
 
 @dataclass(frozen=True, slots=True)
 class _Aside:
     """What was put aside of one module. names: also those of attributes that it lacks.
-    watched: what gives those values that are only handed on.
+    watched: what gives those values that are only handed on. elsewhere: what somebody else keeps from now on, who puts
+    it back where it is read.
     """
 
-    values: Mapping[str, Any]
-    names: frozenset[str]
+    values: dict[str, Any]
+    names: set[str]
+    running: Running
     note: Callable[[str], None]
     watched: Mapping[str, Callable[[], Any]]
+    elsewhere: set[str] = field(default_factory=set)
 
     def has(self, name: object) -> bool:
         """Whether it is there; somebody wants to know."""
@@ -198,6 +188,22 @@ class _Attributes(_Completed):
         """As of a dict."""
         return self._aside.value(name) if self._aside.has(name) else super().get(name, default)
 
+    def pop(self, name: str, *default: Any) -> Any:
+        """As of a dict; before the model runs, of what was put aside, too (`passes/kept.py`)."""
+        if name not in self._aside.names:
+            return super().pop(name, *default)
+        if self._aside.running.now:
+            raise NotRepeated("pop of a module's dictionary")
+        self._aside.names.remove(name)
+        self._aside.elsewhere.add(name)
+        return self._aside.values.pop(name, *default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        if name in self._aside.elsewhere:
+            self._aside.note(name)
+        return self._aside.value(name) if self._aside.has(name) else super().setdefault(name, default)
+
     def copy(self) -> dict[str, Any]:
         """A plain one with everything."""
         for name in self._aside.names:
@@ -222,5 +228,5 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 _WHOLE = ("__iter__", "__reversed__", "__len__", "__eq__", "__ne__", "__or__", "__ror__", "keys", "values", "items")
 for _name in _WHOLE:
     setattr(_Attributes, _name, _of_everything(_name))
-for _name in ("pop", "popitem", "setdefault", "clear", "__delitem__"):
+for _name in ("popitem", "clear", "__delitem__"):
     setattr(_Attributes, _name, _refused(_name))

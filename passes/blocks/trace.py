@@ -2,9 +2,9 @@
 
     layers 0 … 125 of a Llama  →  one traced layer, 125 × `again`, then layers as if each had been traced
 
-`alike.py` says when one block repeats another. Blocks with hooks, and blocks that write attributes, are traced each for
-itself. Blocks that will likely repeat another are not even shown to the tracer (`hollow.py`); where one does not, the
-model is traced again with that one whole.
+`alike.py` says when one block repeats another. Blocks with hooks are traced each for itself; what forward sets on a
+block's modules goes in and comes out with its tensors (`attributes.py`). Blocks that will likely repeat another are not
+even shown to the tracer (`hollow.py`); where one does not, the model is traced again with that one whole.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from autopar.base.torch_compat import tracing as compat
 from autopar.base.watched import is_watched
 from autopar.passes.blocks import alike
 from autopar.passes.blocks.alike import PLAIN
+from autopar.passes.blocks.attributes import put, set_since
 from autopar.passes.blocks.cached import Lent, cache_among, flatten
-from autopar.passes.blocks.hollow import NotRepeated, Running, hollow
+from autopar.passes.blocks.hollow import NotRepeated, Running, Unshown, hollow
 from autopar.passes.blocks.marks import AGAIN, AGAIN_ONE, ENTER, LEAVE, MARKS, made_by
-from autopar.passes.blocks.recording import Recording, difference, has_slots, held
+from autopar.passes.blocks.recording import Place, Recording, has_slots, held
 from autopar.passes.blocks.words import note, words_of
 from autopar.passes.blocks.write import Traced, Written, write_out
 
@@ -46,10 +47,10 @@ class Blocks:
         self.repeats = 0
         self._structures: dict[str, alike.Structure] = {}
         self._hollow: set[str] = set()
-        self._before: dict[str, tuple[nn.Module, dict[tuple[str, ...], Any]]] = {}
+        self._before: dict[str, dict[tuple[str, ...], Any]] = {}
         self._missing: list[str] = []
-        self._recording = Recording()
         self._running = Running()
+        self._recording = Recording(self._running)
         self._heard: Callable[[Sequence[Tensor]], int] = len
         tied = alike.tied_tensors(model)
         hopeless = alike.shares_modules(model) or any(map(_counts, model.modules()))
@@ -77,12 +78,14 @@ class Blocks:
         """For blocks that are not to be traced, what a copy of the model may have instead."""
         return {self.paths[path]: hollow(self.paths[path], self._running) for path in self._hollow}
 
-    def learns(self) -> bool:
+    def learns(self, error: Exception) -> bool:
         """Whether the last trace failed for want of a block that was not shown; it will be the next time."""
-        if not any(path in self._hollow for path in self._missing):
+        looked_into = bool(self._hollow) and (isinstance(error, Unshown) or bool(self._running.missed))
+        if not looked_into and not any(path in self._hollow for path in self._missing):
             return False
-        self._hollow.difference_update(self._missing if len(self._missing) <= MOST_MISSED else self.paths)
-        self.traced, self.repeats = [], 0
+        few = len(self._missing) <= MOST_MISSED and not looked_into
+        self._hollow.difference_update(self._missing if few else self.paths)
+        self.traced, self.repeats, self._running.missed = [], 0, ""
         return True
 
     @contextmanager
@@ -94,30 +97,38 @@ class Blocks:
         """
         self._heard = heard
         blocks = {path: clone.get_submodule(path) for path in self.paths}
-        self._recording = Recording()
+        self._recording = Recording(self._running)
         for path, block in blocks.items():
             if path not in self._hollow:
                 self._recording.put_aside(block, self._differences[path], self._numbers.get(path, ()))
             block.forward = functools.partial(self._forward, block, path, block.forward)
-        clone.forward = self._run(clone.forward, blocks)
         with made_by(self._made):
             try:
                 yield
             finally:
-                for module in (clone, *blocks.values()):
-                    del module.forward
+                for block in blocks.values():
+                    del block.forward
 
-    def _run(self, forward: Callable[..., Any], blocks: Mapping[str, nn.Module]) -> Callable[..., Any]:
-        """The forward of the model's copy."""
+    def within(self, clone: nn.Module) -> Callable[..., Any]:
+        """The forward of the model's copy, before which it is seen what its blocks hold; nothing else changes that
+        between this and the model's own code.
+
+        Raises:
+            Unshown: it looked for what is inside of a block that is not shown, and went on without.
+        """
+        forward = clone.forward
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._before = {path: (block, held(block)) for path, block in blocks.items()}
-            self._running.now = True
+            self._before = {path: held(clone.get_submodule(path)) for path in self.paths}
+            self._running.now, self._running.missed = True, ""
             try:
-                return forward(*args, **kwargs)
+                found = forward(*args, **kwargs)
             finally:
                 self._running.now = False
+            if self._running.missed:
+                raise Unshown(self._running.missed)
+            return found
 
         return run
 
@@ -127,9 +138,10 @@ class Blocks:
 
     def _forward(self, block: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten((args, kwargs))
-        call, cache = alike.signature(leaves, spec), cache_among(leaves)
+        own, count = set_since(self._before[path], held(block), path), len(leaves)
+        leaves += own.values()
+        call, cache = alike.signature(leaves, (spec, tuple(own))), cache_among(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._check_untouched(path)
         if (heard := self._heard(tensors)) < 0:
             raise NotRepeated(f"{path} is given a number that is another one in each step")
         for known in self.traced if call is not None else ():
@@ -138,7 +150,7 @@ class Blocks:
                 if known.kept is None or numbers is not None:
                     self.repeats += 1
                     given = _given(known, tensors, cache, numbers)
-                    return _rebuilt(known, _again(known, given, path), given, cache, numbers)
+                    return _rebuilt(known, _again(known, given, path), given, block, cache, numbers)
         if path in self._hollow:
             self._missing.append(path)
             raise NotRepeated(f"{path} repeats no other block")
@@ -153,21 +165,27 @@ class Blocks:
         if lent is not None:
             seen = lent.seen(entered)
             inside = [seen if leaf is cache else leaf for leaf in inside]
-        inner_args, inner_kwargs = compat.tree_unflatten(inside, spec)
+        put(block, tuple(own), inside[count:])
+        inner_args, inner_kwargs = compat.tree_unflatten(inside[:count], spec)
         with self._recording.of(block) as reads:
             result = forward(*inner_args, **inner_kwargs)
         if self._heard(tensors) != heard:
             raise NotRepeated(f"{path} is told numbers of its own")
-        words = words_of(forward, *compat.tree_unflatten([None if leaf is cache else leaf for leaf in leaves], spec))
-        found = Traced(len(self.traced), path, call, tuple(reads), [*words, *[""] * len(states)], len(tensors))
+        plain = [None if leaf is cache else leaf for leaf in leaves[:count]]
+        words = words_of(forward, *compat.tree_unflatten(plain, spec))
+        words += [""] * (len(tensors) + len(states) - len(words))
+        found = Traced(len(self.traced), path, call, tuple(reads), words, len(tensors))
         results, found.result = flatten(result)
+        found.sets, values = self._set_within(block, path, own)
+        results += values
         if lent is not None:
             results = [cache if lent.is_it(leaf) else leaf for leaf in results]
             found.kept = lent.kept()
         same = {id(tensor): place for place, tensor in enumerate(inner)}
         changed = [] if lent is None else lent.results()
         made = [leaf for leaf in (*results, *changed) if isinstance(leaf, Tensor) and id(leaf) not in same]
-        if any(is_watched(leaf) or not (leaf is cache or isinstance(leaf, (Tensor, *PLAIN))) for leaf in results):
+        returned = results[: len(results) - len(values)]
+        if any(is_watched(leaf) or not (leaf is cache or isinstance(leaf, (Tensor, *PLAIN))) for leaf in returned):
             raise NotRepeated(f"{path} returns what is neither a tensor nor plain")
         if any(compat.shares_storage(leaf, tensor) for leaf in made for tensor in inner):
             raise NotRepeated(f"{path} returns a view of what it is given")
@@ -182,14 +200,17 @@ class Blocks:
             else:
                 found.results.append(("made", (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)))
         self.traced.append(found)
-        own = None if found.kept is None else {number: number for number in found.kept.places.values()}
-        return _rebuilt(found, left, [*tensors, *states], cache, own)
+        numbers = None if found.kept is None else {number: number for number in found.kept.places.values()}
+        return _rebuilt(found, left, [*tensors, *states], block, cache, numbers)
 
-    def _check_untouched(self, path: str) -> None:
-        """The user's blocks are compared in place of the copies: whoever changes a copy breaks that."""
-        block, before = self._before[path]
-        if (changed := difference(before, held(block))) is not None:
-            raise NotRepeated(f"{changed} of {path} was changed from outside of it")
+    def _set_within(
+        self, block: nn.Module, path: str, given: Mapping[Place, Any]
+    ) -> tuple[tuple[Place, ...], list[Any]]:
+        """What is set on a block's modules once its forward has run. given: what was before."""
+        now = held(block)
+        found = set_since(self._before[path], now, path)
+        places = tuple(sorted({*given, *found}))
+        return places, [now[place] for place in places]
 
     def _is_same(self, known: Traced, path: str) -> bool:
         """Whether the forward of the block at `path` would read what that of the block that was traced did."""
@@ -258,15 +279,22 @@ def _given(known: Traced, tensors: list[Tensor], cache: Any, numbers: Mapping[in
 
 
 def _rebuilt(
-    found: Traced, made: list[Tensor], given: list[Tensor], cache: Any, numbers: Mapping[int, int] | None
+    found: Traced,
+    made: list[Tensor],
+    given: list[Tensor],
+    block: nn.Module,
+    cache: Any,
+    numbers: Mapping[int, int] | None,
 ) -> Any:
-    """A block's result. cache: gets what the block made of its layers, of these numbers."""
+    """A block's result. block: gets what it sets. cache: gets what it made of its layers, of these numbers."""
     rest = iter(made)
     leaves = [
         next(rest) if kind == "made" else given[what] if kind == "given" else cache if kind == "cache" else what
         for kind, what in found.results
     ]
     count = found.result.num_leaves
+    behind = count + len(found.sets)
+    put(block, found.sets, leaves[count:behind])
     if found.kept is not None and numbers is not None:
-        found.kept.put(cache, numbers, leaves[count:])
+        found.kept.put(cache, numbers, leaves[behind:])
     return compat.tree_unflatten(leaves[:count], found.result)

@@ -16,6 +16,7 @@ from autopar.passes.blocks.cached import Kept
 from autopar.passes.blocks.fold import Row, fold
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.marks import AGAIN_ONE, ENTER, GIVEN, LEAVE, MARKS, REPEATS
+from autopar.passes.blocks.recording import Place
 
 
 @dataclass(slots=True)
@@ -23,9 +24,9 @@ class Traced:
     """A block that was traced: its path, what its forward read, how it was called, what it calls the tensors among its
     arguments, and what it gave.
 
-    plain: how many of the tensors that it is given are no states of a cache. kept: what it keeps in one. results: one
-    is a tensor that was made (shape, stride, dtype, device), one that was given (its place), the cache, or plain; the
-    states come last.
+    plain: how many of the tensors that it is given are no states of a cache. kept: what it keeps in one. sets: the
+    attributes that it sets. results: one is a tensor that was made (shape, stride, dtype, device), one that was given
+    (its place), the cache, or plain; what it sets stands behind what it returns, the states come last.
     """
 
     key: int
@@ -35,6 +36,7 @@ class Traced:
     words: list[str]
     plain: int
     kept: Kept | None = None
+    sets: tuple[Place, ...] = ()
     result: Any = None
     results: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -42,7 +44,7 @@ class Traced:
     def made_states(self) -> range:
         """Which of the tensors that it made are states."""
         kinds = [kind for kind, _ in self.results]
-        count = self.result.num_leaves if self.kept is not None else len(kinds)
+        count = self.result.num_leaves + len(self.sets) if self.kept is not None else len(kinds)
         return range(kinds[:count].count("made"), kinds.count("made"))
 
 

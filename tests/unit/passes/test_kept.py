@@ -260,7 +260,7 @@ def test_states_that_may_begin_anew_are_watched_from_the_first_trace_on(monkeypa
 
     monkeypatch.setattr(torch.export, "export", traced)
     capture(Recurrent(True, Scan), {"x": torch.randn(2, WIDTH)})
-    assert traces == 2 * ["Recurrent"]  # by blocks, which what changes forbids, and whole
+    assert traces == ["Recurrent"]
 
 
 class KeepsInPlace(nn.Module):

@@ -140,6 +140,14 @@ class Resetting(Block):
         return x.relu()
 
 
+class Taking(Block):
+    """Takes away a number that differs in all blocks."""
+
+    def act(self, x: Tensor) -> Tensor:
+        self.__dict__.pop("number")
+        return x.relu()
+
+
 class Filling(Block):
     def __init__(self, number: int = 0) -> None:
         super().__init__(number)
@@ -211,7 +219,8 @@ CASES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
     "slots": (lambda: [Slotted(i) for i in range(3)], 0),
     "finds attributes itself": (lambda: [Dynamic(i) for i in range(3)], 0),
     "properties": (lambda: [Computing(i) for i in range(3)], 0),
-    "state through the dictionary": (lambda: [Resetting(i) for i in range(3)], 0),
+    "state through the dictionary": (lambda: [Resetting(i) for i in range(3)], 2),
+    "an attribute that is taken away": (lambda: [Taking(i) for i in range(3)], 0),
     "a buffer that is set": (lambda: [Filling(i) for i in range(3)], 0),
     "deep inside": (deep, 0),
     "hooks": (hooked, 1),
