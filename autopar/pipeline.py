@@ -32,7 +32,7 @@ from autopar.ir.verify import check_program
 from autopar.passes.annotate import annotate
 from autopar.passes.batching import RowsTogether, in_microbatches
 from autopar.passes.capture import capture
-from autopar.passes.differentiate import differentiate
+from autopar.passes.differentiate import differentiate, loss_index
 from autopar.passes.fold_loops import fold_loops
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.fuse_elementwise import fuse_elementwise
@@ -335,15 +335,24 @@ def _captured(request: Attempt) -> Program:
             request.captured["whole"] = request.captured["parts"] = whole
     if first is None:
         return replace(whole, share=_share(request))
-    if request.microbatches not in request.captured:
+    several = request.training and _has_several_roots(whole, request)
+    key = (request.microbatches, several)
+    if key not in request.captured:
         # Two captures tell what in the graph depends on the number of rows.
         _check_values_alike(whole.by_value, request)
         try:
             part = captured(first, whole)
         except AutoparError as error:
             raise _not_traced(error, first, request) from error
-        request.captured[request.microbatches] = in_microbatches(part, request.microbatches, whole)
-    return replace(request.captured[request.microbatches], share=_share(request))
+        request.captured[key] = in_microbatches(part, request.microbatches, whole, several=several)
+    return replace(request.captured[key], share=_share(request))
+
+
+def _has_several_roots(program: Program, request: Attempt) -> bool:
+    """Whether gradients may come for several outputs."""
+    if request.roots is not None:
+        return len(request.roots) > 1
+    return loss_index(program) is None and len(program.outputs) > 1
 
 
 def _check_values_alike(names: Collection[str], request: Attempt) -> None:

@@ -35,40 +35,51 @@ from autopar.passes.emission.statements import identifier, statement
 __all__ = ["RowsTogether", "analyse", "in_microbatches", "rows_to_add"]
 
 
-def in_microbatches(program: Program, num_microbatches: int, whole: Program) -> Program:
+def in_microbatches(program: Program, num_microbatches: int, whole: Program, *, several: bool = False) -> Program:
     """A program of one microbatch, with how a step's microbatches are put together. Where they cannot be as they are,
     and can be where they read what is known of the whole batch, they read that (`batch/of_batch.py`).
 
     Args:
         program: captured, for one microbatch. whole: for the whole batch.
+        several: gradients come for several outputs. A microbatch that has no part in an average then has one in
+            another, and what it computes as 0 / 0 is no number: it reads the whole batch's count where that is known.
 
     Raises:
         RowsTogether: as `analyse`.
     """
+    found = replace(program, microbatches=num_microbatches)
     try:
         batching = analyse(program, num_microbatches, other=whole)
     except RowsTogether:
-        analysis = Analysis(program, whole, edits=True)
-        analysis.run()
-        edits = analysis.edits
-        assert edits is not None
-        if analysis.larger is not whole or not (edits.values or edits.scaled):
+        if (other := _reading_the_batch(found, whole)) is None:
             raise
-        part = edited(program, edits, microbatches=analysis.ratio, smaller=True)
-        try:
-            batching = analyse(part, num_microbatches, other=edited(whole, edits, microbatches=1, smaller=False))
-        except RowsTogether:
-            batching = None
-        if batching is None or batching.weight:
-            raise
-        program, values = part, edits.values
-        if values:
-            names = [name_of_value(number) for number in range(len(values))]
-            constants = {name: unknown(TensorType.of(x.meta["val"])) for name, x in zip(names, values, strict=True)}
-            program = replace(program, constants={**program.constants, **constants})
-            text, told_by = _of_batch_source(whole, analysis, dict(zip(names, values, strict=True)))
-            batching = replace(batching, of_batch=text, told_by=told_by)
-    return replace(program, microbatches=num_microbatches, batching=batching)
+        return other
+    other = _reading_the_batch(found, whole) if batching.weight and several else None
+    return replace(found, batching=batching) if other is None else other
+
+
+def _reading_the_batch(program: Program, whole: Program) -> Program | None:
+    """The program with what it reads of the whole batch, and without weights; None where that does not help."""
+    analysis = Analysis(program, whole, edits=True)
+    analysis.run()
+    edits = analysis.edits
+    assert edits is not None
+    if analysis.larger is not whole or not (edits.values or edits.scaled):
+        return None
+    part = edited(program, edits, microbatches=analysis.ratio, smaller=True)
+    try:
+        batching = analyse(part, program.microbatches, other=edited(whole, edits, microbatches=1, smaller=False))
+    except RowsTogether:
+        return None
+    if batching.weight:
+        return None
+    if not (values := edits.values):
+        return replace(part, batching=batching)
+    named = {name_of_value(number): value for number, value in enumerate(values)}
+    constants = {name: unknown(TensorType.of(value.meta["val"])) for name, value in named.items()}
+    text, told_by = _of_batch_source(whole, analysis, named)
+    batching = replace(batching, of_batch=text, told_by=told_by)
+    return replace(part, constants={**part.constants, **constants}, batching=batching)
 
 
 def analyse(program: Program, num_microbatches: int = 2, other: Program | None = None) -> Batching:

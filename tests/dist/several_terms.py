@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import autopar
 
@@ -63,3 +64,30 @@ def losses(axis: str, strategy: str, in_turn: bool) -> tuple[list[float], list[f
             optimizer.step()
             optimizer.zero_grad()
     return found, expected
+
+
+class Masked(nn.Module):
+    """An average over a mask, by hand, and another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        v = self.value(x).squeeze(-1)
+        return {"loss": (v.square() * mask).sum() / mask.sum(), "other": v.mean()}
+
+
+def both() -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients where they come for both outputs, and the mask leaves out all rows of a microbatch."""
+    torch.manual_seed(3)
+    eager = Masked().double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autopar.compile(copy.deepcopy(eager), mesh, strategy="ddp", microbatches=2)
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1]).double()
+    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).double(), "mask": mask}
+    for each in (eager, model):
+        output = each(**batch)
+        (output["loss"] + output["other"]).backward()
+    found = [p.grad for p in model.parameters()]
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in found], [p.grad for p in eager.parameters()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.dist import several_terms
 from tests.dist.launch import launch
@@ -19,3 +20,12 @@ def test_several_terms(axis: str, strategy: str, in_turn: bool) -> None:
     """
     for found, expected in launch(several_terms.losses, 2, axis, strategy, in_turn, timeout_s=180.0):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_microbatch_without_weight_beside_another_output() -> None:
+    """Breaks if what a microbatch computes as 0 / 0, which has no part in the average, meets another output's gradient:
+    all parameters had gradients that were no numbers.
+    """
+    for found, expected in launch(several_terms.both, 2, timeout_s=180.0):
+        for own, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-14)
