@@ -95,6 +95,7 @@ def of_generate(original: Any) -> dict[str, Any]:
     prepare = original._prepare_cache_for_generation
     return {
         "_prepare_cache_for_generation": caches.generating(prepare, make, chunk, whole, begun),
+        "_prepare_generated_length": caches.counting_tokens(original._prepare_generated_length),
         "create_masks_for_generate": spelled_out(original),
         "generate": generate,
     }

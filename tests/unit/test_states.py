@@ -16,6 +16,7 @@ import autopar
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import caches
 from autopar.base.huggingface.layout import Layout, Part
+from autopar.base.huggingface.masks_of_generate import spelled_out
 from autopar.base.huggingface.states import StateCache
 from autopar.base.torch_compat import tracing
 from autopar.passes.emptied import meta_clone
@@ -310,3 +311,23 @@ def test_a_model_that_begins_anew_is_told(prompt: int, new_tokens: int) -> None:
     wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=new_tokens)
     with pytest.raises(AutoparError, match=r"without the cache that it was given(.|\n)*without generate="):
         autopar.plan_generation(_two_rotations(), autopar.Mesh({"x": 2}), wanted, strategy="tensor").verify()
+
+
+def test_windows_that_caches_of_transformers_keep_are_masked() -> None:
+    """Breaks if layers of which transformers masks no window, since their cache keeps no more than it, see all of
+    ours.
+    """
+    import transformers
+
+    config = transformers.InklingTextConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
+        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=3, d_rel=4,
+        intermediate_size=32, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        layer_types=["hybrid_sliding", "hybrid"], mlp_layer_types=["dense", "dense"], max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.InklingForCausalLM(config).eval()
+    cache = caches.advanced(caches.new_cache(model, 1, 8, torch.device("cpu")), 5)
+    made = spelled_out(type(model))(model, config, torch.empty(1, 1, 0), torch.ones(1, 6, dtype=torch.long), cache)
+    seen = {name: mask[0, 0, 0].int().tolist() for name, mask in made.items() if mask is not None}
+    assert seen == {"sliding_attention": [0, 0, 0, 1, 1, 1, 0, 0], "full_attention": [1, 1, 1, 1, 1, 1, 0, 0]}

@@ -381,6 +381,24 @@ class _Call:
     """A call of `generate()`, while it runs."""
 
 
+_NEW_TOKENS = "_autopar_new_tokens"
+"""An attribute of a configuration of one call of `generate()`: how many tokens it makes, whatever says so."""
+
+
+def counting_tokens(original: Any) -> Callable[..., Any]:
+    """`_prepare_generated_length` of a compiled model, which notes how many tokens a call makes, also where only the
+    length of all of them is said. original: the model's own.
+    """
+
+    def prepare(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, generation_config, *args, **kwargs)
+        if (count := kwargs.get("input_ids_length")) is not None and config.max_length is not None:
+            setattr(config, _NEW_TOKENS, max(1, config.max_length - count))
+        return config
+
+    return prepare
+
+
 Maker = Callable[[Any, int, int, Any], Any]
 """(model, batch, length, what its encoder gave) -> a cache."""
 
@@ -445,7 +463,8 @@ def generating(
             marked = num_marked(config, model_kwargs.get(mask))
 
             def room(written: int) -> int:
-                return whole(self, needed(marked, length, config.max_new_tokens, written))
+                new_tokens = getattr(config, _NEW_TOKENS, config.max_new_tokens)
+                return whole(self, needed(marked, length, new_tokens, written))
 
             if not is_cache(handed):
                 transformers_caches.take_over(

@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ _WHOLE = 4
 """Dims of a mask of each query and key."""
 _PROBES = 8
 """Steps between the tokens whose masks are made to see what they show."""
+_SLIDING = "sliding_attention"
 _SKIPPED = {
-    "full_attention": "create_causal_mask", "sliding_attention": "create_sliding_window_causal_mask",
+    "full_attention": "create_causal_mask", _SLIDING: "create_sliding_window_causal_mask",
     "chunked_attention": "create_chunked_causal_mask",
 }  # fmt: skip
 
@@ -56,21 +58,33 @@ def spelled_out(model: type) -> Callable[..., Any]:
                 return found
         original = own.__get__(self, model)  # of some models a static method, of others not
         found = original(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
-        if not getattr(past_key_values, SPELLED_OUT, False):
-            return found
 
-        def made(pattern: str) -> Any:
+        def made(pattern: str, **options: Any) -> Any:
             given = {"position_ids": kwargs.get("position_ids"), "block_sequence_ids": kwargs.get("block_sequence_ids")}
             return getattr(module, _SKIPPED[pattern])(
-                config.get_text_config(), inputs_embeds, attention_mask, past_key_values, allow_is_causal_skip=False,
+                config.get_text_config(), inputs_embeds, attention_mask, past_key_values, **options,
                 **{name: x for name, x in given.items() if x is not None},
             )  # fmt: skip
 
+        if own is usual and isinstance(found, dict) and _leaves_windows_to_caches(config.get_text_config(), module):
+            found = {name: made(name) if name == _SLIDING else x for name, x in found.items()}
+        if not getattr(past_key_values, SPELLED_OUT, False):
+            return found
+        spelled = partial(made, allow_is_causal_skip=False)
         if isinstance(found, dict):
-            return {name: made(name) if x is None and name in _SKIPPED else x for name, x in found.items()}
-        return made("full_attention") if found is None else found
+            return {name: spelled(name) if x is None and name in _SKIPPED else x for name, x in found.items()}
+        return spelled("full_attention") if found is None else found
 
     return create
+
+
+def _leaves_windows_to_caches(config: Any, module: Any) -> bool:
+    """Whether transformers masks no window of layers that have one, as its caches keep no more than that: ours keep
+    all positions.
+    """
+    patterns = (module.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind) for kind in set(config.layer_types))
+    own = getattr(module, _SKIPPED[_SLIDING])
+    return any(isinstance(each, Mapping) and each.get(_SLIDING, own) is not own for each in patterns)
 
 
 def _of_a_token(self: Any, embeds: Tensor, mask: Any, cache: Any) -> Any:
