@@ -251,7 +251,7 @@ class Telling(TorchFunctionMode):
         def step(each: fx.Node) -> Any:
             return held[each] if each in held else Step(numbers[each])
 
-        steps = [(each.target, *map_arg((each.args, each.kwargs), step)) for each in order]
+        steps = [(needed[each][0], *map_arg(needed[each][1:], step)) for each in order]
         return Made(tuple((function, tuple(a), dict(k)) for function, a, k in steps))
 
     def _answer(self, made: Made | None, reading: Callable[[Tensor], Any], frame: FrameType | None) -> Any:

@@ -195,6 +195,15 @@ class Usual(TorchFunctionMode):
                 if written:
                     return source.copy_(written[0].reshape(source.shape))
                 return source.flatten(0, mask.ndim - 1).clone()
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple) and (at := _masked_dim(*args)) is not None:
+            source, mask = args[0], args[1][at[0]]
+            if self._takes_everything(mask, sys._getframe(1)):
+                return source.flatten(at[1], at[1] + mask.ndim - 1).clone()
+            value = compat.value_from(mask, {}) if mask.ndim == 1 else None
+            if value is not None:
+                with computed():
+                    rows = value.nonzero()[:, 0].tolist()
+                return source.index_select(at[1], torch.tensor(rows, dtype=torch.long, device=source.device))
         return func(*args, **(kwargs or {}))
 
     def _counts(self, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
@@ -310,6 +319,21 @@ class Checked(TorchFunctionMode):
             if wanted is not None and compat.known_value(args[0]) is None:
                 return self.usual.passes(args[0], wanted, frame)
         return func(*args, **(kwargs or {}))
+
+
+def _masked_dim(source: Tensor, index: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Where a mask stands in an index that takes all of the other dims, and the first dim that it is of; None of other
+    indices.
+    """
+    masks = [i for i, each in enumerate(index) if isinstance(each, Tensor)]
+    if len(masks) != 1 or index[masks[0]].dtype != torch.bool or index[masks[0]].ndim == 0:
+        return None
+    rest = [each for i, each in enumerate(index) if i != masks[0]]
+    if not all(each is Ellipsis or (isinstance(each, slice) and each == slice(None)) for each in rest):
+        return None
+    skipped = source.ndim - index[masks[0]].ndim - sum(each is not Ellipsis for each in rest)
+    before = index[: masks[0]]
+    return masks[0], sum(skipped if each is Ellipsis else 1 for each in before)
 
 
 def _is_floating(value: Any) -> bool:

@@ -45,6 +45,7 @@ from autopar.base.torch_compat.frames import is_tracer_file as is_tracer_file
 from autopar.base.torch_compat.frames import model_frames as model_frames
 from autopar.base.torch_compat.frames import model_source_line as model_source_line
 from autopar.base.torch_compat.frames import own_frames
+from autopar.base.torch_compat.joined import Computed, computed_by, nodes_in
 from autopar.base.torch_compat.recorder import current, recorded
 from autopar.base.torch_compat.stand_ins import another as another
 from autopar.base.torch_compat.stand_ins import fake_mode as fake_mode
@@ -164,8 +165,8 @@ def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tens
         made: dict[fx.Node, Any] = {node: x.clone() if writes else x for node, x in {**given, **held}.items()}
         for node in last.graph.nodes:
             if node in needed:
-                args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-                made[node] = node.target(*args, **kwargs)
+                target, args, kwargs = needed[node]
+                made[node] = target(*map_arg(args, made.__getitem__), **map_arg(kwargs, made.__getitem__))
     found: torch.Tensor = made[last]
     return found
 
@@ -179,11 +180,11 @@ def sources_from(value: torch.Tensor, given: Container[fx.Node]) -> list[fx.Node
 
 def made_of(
     last: fx.Node, given: Container[fx.Node]
-) -> tuple[dict[fx.Node, None], dict[fx.Node, torch.Tensor], dict[fx.Node, None]] | None:
-    """What is computed, which constants are read, and which of the given nodes, for what a node gives; None where
-    anything else is needed.
+) -> tuple[dict[fx.Node, Computed], dict[fx.Node, torch.Tensor], dict[fx.Node, None]] | None:
+    """What is computed, and how, which constants are read, and which of the given nodes, for what a node gives; None
+    where anything else is needed.
     """
-    needed: dict[fx.Node, None] = {}
+    needed: dict[fx.Node, Computed] = {}
     held: dict[fx.Node, torch.Tensor] = {}
     read: dict[fx.Node, None] = {}
     waiting = [last]
@@ -199,8 +200,8 @@ def made_of(
             continue
         if node.op != "call_function" or not _is_computed(node.target):
             return None
-        needed[node] = None
-        waiting += [each for each in node.all_input_nodes if each not in needed]
+        needed[node] = computed_by(node)
+        waiting += [each for each in nodes_in(needed[node]) if each not in needed]
     return needed, held, read
 
 
