@@ -100,10 +100,13 @@ def _wanted(sizes: Sizes, accepted: Mapping[str, Any]) -> list[str]:
         for name in ("input_ids", "pixel_values", "pixel_values_videos")
         if sizes.task in PICTURES and name in accepted
     ]
+    if "spatial_shapes" in accepted and "pixel_attention_mask" in accepted:
+        found.append("pixel_attention_mask")
     if "image_grid_thw" in accepted and "pixel_values" in found:
         found.append("image_grid_thw")
     if sizes.task == "decision":
         found += [n for n in ("states", "actions", "rewards", "returns_to_go", "timesteps") if n in accepted]
+    found += [name for name in BESIDE if name in accepted]
     if sizes.task in PADDED and "attention_mask" in accepted:
         found.append("attention_mask")
     return found
@@ -120,6 +123,8 @@ PICTURES = (
     "base",
     "document questions",
 )
+BESIDE = ("bbox", "visual_feats", "visual_pos", "spatial_shapes")
+"""What models that take it do not do without."""
 PADDED = ("masked", "text to text", "sequence classification", "token classification", "text encoding")
 
 
@@ -152,7 +157,19 @@ def _with_places(sizes: Sizes, given: dict[str, Any]) -> dict[str, Any]:
         return given
     plain = torch.where(ids == token, torch.zeros_like(ids), ids)
     places = torch.full((ids.shape[0], count), token)
-    return given | {"input_ids": torch.cat([plain[:, :2], places, plain[:, 2:]], 1)}
+    placed = given | {"input_ids": torch.cat([plain[:, :2], places, plain[:, 2:]], 1)}
+    if _takes(sizes, "mm_token_type_ids"):
+        placed["mm_token_type_ids"] = (placed["input_ids"] == token).long()
+    return placed | _places(sizes, placed)
+
+
+def _places(sizes: Sizes, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions in three dimensions, as the model makes them of the kinds of tokens."""
+    makes = getattr(getattr(sizes.model, "model", sizes.model), "get_rope_index", None)
+    if makes is None or not _takes(sizes, "position_ids") or "mm_token_type_ids" not in given:
+        return {}
+    accepted = inspect.signature(makes).parameters
+    return {"position_ids": makes(**{name: value for name, value in given.items() if name in accepted})[0]}
 
 
 def _features(sizes: Sizes, makes: Callable[..., Any], given: Mapping[str, Any]) -> int:
@@ -212,6 +229,8 @@ def _pixel_values(sizes: Sizes) -> Iterator[Tensor]:
     channels = _channels(sizes)
     if _takes(sizes, "image_grid_thw"):
         yield _patches(sizes)
+    if _takes(sizes, "spatial_shapes"):
+        yield _patches(sizes).view(ROWS, GRID * GRID, -1)
     frames = sizes.get("num_frames", "frames_per_clip")
     images = torch.randn(ROWS, channels, height, width)
     if isinstance(frames, int):
@@ -293,6 +312,12 @@ def _mask(sizes: Sizes) -> Iterator[Tensor]:
     yield mask[:, None].expand(-1, 2, -1).clone() if sizes.task == "multiple choice" else mask
 
 
+def _boxes() -> Tensor:
+    """Left, top, right and bottom of each token, on a page of a thousand."""
+    corners = torch.randint(500, (ROWS, TOKENS, 2))
+    return torch.cat([corners, corners + torch.randint(1, 400, (ROWS, TOKENS, 2))], -1)
+
+
 def _inputs(sizes: Sizes) -> Iterator[Tensor]:
     yield torch.randn(ROWS, TOKENS, sizes.get("d_model", default=64))
     yield _ids(sizes)
@@ -342,6 +367,11 @@ MAKERS: Mapping[str, Callable[[Sizes], Iterator[Any]]] = {
     "rewards": _constant(lambda s: torch.randn(ROWS, TOKENS, 1)),
     "returns_to_go": _constant(lambda s: torch.randn(ROWS, TOKENS, 1)),
     "timesteps": _constant(lambda s: torch.arange(TOKENS).expand(ROWS, -1).clone()),
+    "bbox": _constant(lambda s: _boxes()),
+    "visual_feats": _constant(lambda s: torch.randn(ROWS, 8, s.get("visual_feat_dim", default=64))),
+    "visual_pos": _constant(lambda s: torch.rand(ROWS, 8, s.get("visual_pos_dim", default=4))),
+    "spatial_shapes": _constant(lambda s: torch.full((ROWS, 2), GRID)),
+    "pixel_attention_mask": _constant(lambda s: torch.ones(ROWS, GRID * GRID, dtype=torch.long)),
     "bool_masked_pos": _constant(lambda s: torch.arange(64).expand(ROWS, -1) % 2 == 0),
 }  # fmt: skip
 

@@ -23,6 +23,8 @@ LARGEST = 5_000_000
 VOCABULARY = 128
 BLOCKS = 2
 MOST_KINDS = 4
+CHANNELS = 4
+"""Of an image: a list of channels may begin with them."""
 _ID = re.compile(r".*(token_id|token_index|_id|_index|_token_ids)$|.*token_id")
 _DROPS = re.compile(r".*(drop|dropout|pdrop|mask_time_prob|mask_feature_prob).*")
 
@@ -87,10 +89,15 @@ def shrunk(config: Any, model_type: str, kept: str = "", dropout: bool = False) 
     fields = _fields(config)
     ids: dict[int, int] = {}
     small = _small(fields, kept, dropout, ids)
+    if fields.get("model_type") != model_type:
+        _override(small, model_type)
+    return type(config).from_dict(small)
+
+
+def _override(fields: Fields, model_type: str) -> None:
     for path, value in _overrides().get(model_type, {}).items():
         if path != "reason":
-            _put(small, path.split("."), value)
-    return type(config).from_dict(small)
+            _put(fields, path.split("."), value)
 
 
 def _put(fields: Fields, path: list[str], value: Any) -> None:
@@ -136,6 +143,8 @@ def _small(fields: Fields, kept: str, dropout: bool, ids: dict[int, int]) -> Fie
         found["label2id"] = {label: i for i, label in found["id2label"].items()}
     if isinstance(rope := found.get("rope_parameters"), dict):
         found["rope_parameters"] = _rope(rope, found)
+    if isinstance(kind := fields.get("model_type"), str):
+        _override(found, kind)
     return found
 
 
@@ -185,8 +194,8 @@ def _list(values: Any, rule: Mapping[str, Any]) -> Any:
     if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return values
     if rule.get("like") == "ratios":
-        least = min(values)
-        return [max(1, value * rule["value"] // least) if least else value for value in values]
+        least = min((value for value in values if value > CHANNELS), default=0)
+        return [max(1, value * rule["value"] // least) if value > CHANNELS else value for value in values]
     small = rule.get("each", rule.get("value"))
     return [value if small is None else min(value, small) for value in values]
 
