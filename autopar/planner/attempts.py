@@ -30,7 +30,8 @@ names do not know:
 
 5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is; of
    those that differ in how parameters are kept alone, no other where what the first does with values takes longer than
-   the best step, and at first with operators doing as the first's do: only what comes close is placed anew; none of
+   the best step, and at first with operators doing as the first's do: only what comes close is placed anew; of those
+   that keep experts apart none where the first took longer and the same without experts were no faster for it; none of
    which `auto`'s own problem tells that it takes longer whatever is chosen (`passes/placement/least.py`),
 6. what splits the sequence by name, where the least it could take is less than the best step (and one of a family, as
    in 5; and no other way to meet in attention where what the first computes and moves outside of it takes longer, or
@@ -308,6 +309,9 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
             logger.info("%s cannot win by where experts are", [each.name for each in strategies])
             continue
         least_s, first = values.get(family, 0.0), firsts.get(family)
+        if first is not None and tried.keeping_is_no_help(strategies, first, BEYOND):
+            logger.info("%s cannot win by how it keeps parameters", [each.name for each in strategies])
+            continue
         if first is not None and not (yield from _is_close(programs, strategies, first, least_s, modes[0], tried)):
             continue
         free = yield from _as_named(programs, strategies, modes, tried)

@@ -9,8 +9,8 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.program import Mode
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.shares import faster
-from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.context import Spread, family_of
+from autopar.strategies.axis import DDP, AxisStrategy
+from autopar.strategies.context import Spread, family_of, keeping_of, splits_of
 from autopar.strategies.request import Attempt
 
 
@@ -21,7 +21,8 @@ class Tried:
     best: of all plans, by the rule; plain: of those whose program is prepared as the strategies need; own: of the
     request's own placements, by mode and spread. last: of the last attempt; None where it did not fit, error then says
     why. errors: of the request's own attempts. named: of strategies by name that do the same with values the fastest,
-    with all the memory there is.
+    with all the memory there is; steps: seconds of each, by what they do with values, with experts, and with
+    parameters.
     """
 
     limit_bytes: float | None
@@ -32,6 +33,7 @@ class Tried:
     error: AutoparError | None = None
     errors: list[tuple[Attempt, DoesNotFit]] = field(default_factory=list)
     named: dict[tuple[str, ...], PlanRecord] = field(default_factory=dict)
+    steps: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -62,6 +64,27 @@ class Tried:
         found = faster(self.named.get(family), free)
         if found is not None:
             self.named[family] = found
+        if free is not None:
+            key = (*family, *map(keeping_of, strategies))
+            self.steps[key] = min(self.steps.get(key, math.inf), free.cost.step_time_s)
+
+    def keeping_is_no_help(
+        self, strategies: tuple[AxisStrategy, ...], first: tuple[AxisStrategy, ...], beyond: float
+    ) -> bool:
+        """Whether strategies that keep experts apart take too long, as the first of them does, from which they differ
+        in how parameters are kept: that took `beyond` times the best step, and the same, but for experts, were no
+        faster for it.
+        """
+        whole = tuple(DDP.experts for _ in first)
+        step_s, plain_s = self._step_of(first, family_of(first)), self._step_of(strategies, (*splits_of(first), *whole))
+        first_plain_s = self._step_of(first, (*splits_of(first), *whole))
+        if None in (step_s, plain_s, first_plain_s) or family_of(first) == (*splits_of(first), *whole):
+            return False
+        return plain_s >= first_plain_s and step_s > beyond * self.step_s  # type: ignore[operator]
+
+    def _step_of(self, strategies: tuple[AxisStrategy, ...], family: tuple[str, ...]) -> float | None:
+        """Of what keeps parameters so, in a family; None where that was not asked."""
+        return self.steps.get((*family, *map(keeping_of, strategies)))
 
     @property
     def excluded(self) -> bool:

@@ -136,6 +136,14 @@ def family_of(strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
     return (*splits_of(strategies), *(each.experts for each in strategies))
 
 
+def keeping_of(strategy: AxisStrategy) -> tuple[object, ...]:
+    """How an axis keeps parameters, and when it gathers and reduces them."""
+    return (
+        strategy.parameters, strategy.required, strategy.regather, strategy.reduces_whole, strategy.reduces,
+        strategy.slices,
+    )  # fmt: skip
+
+
 def of_rows(strategies: Sequence[AxisStrategy]) -> tuple[AxisStrategy, ...]:
     """The same, with the batch split where the sequence is."""
     return tuple(DDP if splits_sequence(each) else each for each in strategies)

@@ -467,6 +467,26 @@ def test_tokens_are_not_sent_where_what_sends_none_takes_too_long(monkeypatch: p
     assert not module._experts_are_no_help(apart, tried)
 
 
+def test_parameters_are_not_kept_otherwise_where_that_was_no_help_without_experts() -> None:
+    """Breaks if experts on some ranks each are tried with parameters in pieces where these made the same without
+    experts slower, and with whole ones they took too long; or are not where one of that is not so, or not known.
+    """
+    whole, pieces, apart, other = (
+        resolve({"dp": each, "tp": "ddp"}, MESH) for each in ("ddp", "zero2", "expert", "zero2+expert")
+    )
+
+    def told(plain_s: float, first_s: float) -> bool:
+        tried = Tried(100.0)
+        tried.takes(Scripted(lambda attempt: plan(2.0)).asked, plan(2.0))
+        for strategies, step_s in ((whole, 3.0), (pieces, plain_s), (apart, first_s)):
+            assert not tried.keeping_is_no_help(other, apart, BEYOND)  # not all is known
+            tried.knows(strategies, plan(step_s))
+        assert not tried.keeping_is_no_help(pieces, whole, BEYOND)  # no experts
+        return tried.keeping_is_no_help(other, apart, BEYOND)
+
+    assert told(3.0, BEYOND * 2.1) and not told(2.9, BEYOND * 2.1) and not told(3.0, BEYOND * 1.9)
+
+
 @pytest.mark.parametrize(("outside", "known", "times"), [(True, False, 1), (False, False, 3), (False, True, 0)])
 def test_what_no_way_to_meet_in_attention_can_mend_is_tried_once(
     outside: bool, known: bool, times: int, monkeypatch: pytest.MonkeyPatch
