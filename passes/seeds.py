@@ -38,6 +38,12 @@ _OF_GPUS = -1
 _BUFFER = "draw the numbers once, where the model is built, and keep them as a buffer"
 
 
+_REJECTING: Mapping[str, str] = {
+    "_standard_gamma": "Gamma (Chi2, StudentT)", "_sample_dirichlet": "Dirichlet or Beta", "binomial": "Binomial",
+}  # fmt: skip
+"""torch's functions that draw by rejection, and of which distributions it is."""
+
+
 class Seeds(TorchFunctionMode):
     """Sees that a forward leaves torch's generators to its draws. what: of the errors, whose forward it is."""
 
@@ -75,6 +81,14 @@ class Seeds(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
+        if name in _REJECTING:
+            raise AutoparError(
+                f"{self._what} draws from a {_REJECTING[name]} distribution in forward(): torch draws until a number "
+                "will do, so how many a part of a tensor takes no rank knows",
+                where=_line(),
+                remedy="draw it outside of forward() and hand it in with the batch, or take a distribution that draws "
+                "one number for each element (Normal, Laplace, Exponential; Kumaraswamy for Beta)",
+            )
         kwargs = self._without_generator(name, kwargs or {})
         begun = compat.count_recorded()
         result = func(*args, **kwargs)

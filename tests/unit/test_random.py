@@ -178,6 +178,23 @@ def test_neighbours_are_not_correlated() -> None:
         assert abs(float((one * other).mean())) < 5 / 256
 
 
+REJECTING = {
+    "Gamma": lambda x: x * torch.distributions.Gamma(x.exp(), x.exp() + 1).rsample(),
+    "StudentT": lambda x: x * torch.distributions.StudentT(x.exp() + 2).rsample(),
+    "Beta": lambda x: x * torch.distributions.Beta(x.exp(), 2.0).rsample(),
+    "Dirichlet": lambda x: x * torch.distributions.Dirichlet(x.exp()).rsample(),
+    "Binomial": lambda x: x * torch.distributions.Binomial(5, x.sigmoid()).sample(),
+}
+
+
+@pytest.mark.parametrize("name", REJECTING)
+def test_what_draws_until_a_number_will_do_is_refused(name: str) -> None:
+    """Breaks if such a draw is refused with words of views, writes or shapes, or differs from rank to rank."""
+    with pytest.raises(AutoparError, match=f"draws from a .*{name}.* distribution in forward") as caught:
+        plan(REJECTING[name], {"dp": 2}, "ddp")
+    assert "test_random.py" in str(caught.value) and "outside of forward()" in str(caught.value)
+
+
 def test_what_each_rank_would_draw_for_itself_is_refused() -> None:
     """Breaks if an operator that draws from the process's generator is planned: replicas would drift apart."""
     with pytest.raises(AutoparError, match="poisson") as caught:
