@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ _WHOLE = 4
 _PROBES = 8
 """Steps between the tokens whose masks are made to see what they show."""
 _SLIDING = "sliding_attention"
+_BY_KIND = ("create_masks_for_generate", "LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING")
 _SKIPPED = {
     "full_attention": "create_causal_mask", _SLIDING: "create_sliding_window_causal_mask",
     "chunked_attention": "create_chunked_causal_mask",
@@ -56,6 +58,12 @@ def spelled_out(model: type) -> Callable[..., Any]:
             found = _of_a_token(self, inputs_embeds, attention_mask, past_key_values)
             if found is not None:
                 return found
+        if own is usual and (window := _window_of_cache(self, config.get_text_config(), module)) is not None:
+            shown = partial(_is_kept, written=past_key_values.get_seq_length(), window=window)
+            return module.create_causal_mask(
+                config.get_text_config(), inputs_embeds, attention_mask, past_key_values, and_mask_function=shown,
+                allow_is_causal_skip=False,
+            )  # fmt: skip
         original = own.__get__(self, model)  # of some models a static method, of others not
         found = original(config, inputs_embeds, attention_mask, past_key_values, *args, **kwargs)
 
@@ -85,6 +93,23 @@ def _leaves_windows_to_caches(config: Any, module: Any) -> bool:
     patterns = (module.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind) for kind in set(config.layer_types))
     own = getattr(module, _SKIPPED[_SLIDING])
     return any(isinstance(each, Mapping) and each.get(_SLIDING, own) is not own for each in patterns)
+
+
+def _window_of_cache(model: Any, config: Any, module: Any) -> int | None:
+    """The window of a model that masks none: of what was there before a call, its caches keep no more, but what comes
+    in one call all sees all before it there (Moshi). None of others.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    if window is None or hasattr(config, "layer_types"):
+        return None
+    makers = {id(getattr(module, name)) for name in dir(module) if "sliding" in name or name in _BY_KIND}
+    files = [sys.modules[name] for name in {type(each).__module__ for each in model.modules()}]
+    return None if any(id(each) in makers for file in files for each in vars(file).values()) else window
+
+
+def _is_kept(batch: Any, head: Any, query: Any, key: Any, *, written: Any, window: int) -> Any:
+    """Whether a key is of the call itself, or of the last `window - 1` before it."""
+    return key > written - window
 
 
 def _of_a_token(self: Any, embeds: Tensor, mask: Any, cache: Any) -> Any:

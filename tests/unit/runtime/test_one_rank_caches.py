@@ -47,3 +47,28 @@ def test_what_is_new_is_handed_in_with_the_length_of_all(mesh: DeviceMesh) -> No
     want = _next_turn(copy.deepcopy(model), ids)
     assert len(want[0]) == 9
     assert _next_turn(autopar.compile(model, mesh, strategy="tensor"), ids) == want
+
+
+@pytest.mark.parametrize(("prompt", "new_tokens"), [(9, 1), (9, 8), (5, 8)])
+def test_a_prompt_beyond_the_window_that_only_caches_know(mesh: DeviceMesh, prompt: int, new_tokens: int) -> None:
+    """Breaks if a model that masks no window itself has its prompt windowed; or if tokens behind it see more than the
+    caches of transformers keep.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MoshiConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
+        sliding_window=6, ffn_dim=64, max_position_embeddings=64, tie_word_embeddings=False, audio_vocab_size=32,
+        num_codebooks=2,
+    )  # fmt: skip
+    model = transformers.MoshiForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new_tokens}
+    ids = torch.randint(3, 64, (2, prompt))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    want = copy.deepcopy(model).generate(ids, attention_mask=mask, **options)
+    assert torch.equal(
+        autopar.compile(model, mesh, strategy="tensor").generate(ids, attention_mask=mask, **options), want
+    )
