@@ -49,7 +49,7 @@ def test_what_is_new_is_handed_in_with_the_length_of_all(mesh: DeviceMesh) -> No
     assert _next_turn(autopar.compile(model, mesh, strategy="tensor"), ids) == want
 
 
-@pytest.mark.parametrize(("prompt", "new_tokens"), [(9, 1), (9, 8), (5, 8)])
+@pytest.mark.parametrize(("prompt", "new_tokens"), [(16, 1), (16, 8), (5, 8)])
 def test_a_prompt_beyond_the_window_that_only_caches_know(mesh: DeviceMesh, prompt: int, new_tokens: int) -> None:
     """Breaks if a model that masks no window itself has its prompt windowed; or if tokens behind it see more than the
     caches of transformers keep.
