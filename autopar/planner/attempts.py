@@ -21,8 +21,9 @@ request's own placement before a named strategy's, then the earlier one (`Tried.
 3. with gathers and reductions next to free, as they may run beside the compute; where memory lets nothing run beside
    it, with less memory, a few times; where much is waited for all the same, at their full price, and where that is most
    of the step, before that at a multiple of it, as what is waited for are latencies then (neither, where nothing of the
-   first placement has that price); of mixtures again with
-   exchanges at what waits for them where all that is independent of them runs beside them,
+   first placement has that price; where the multiple brings less, nothing in between); of mixtures again with exchanges
+   at what waits for them where all that is independent of them runs beside them, but where latencies are most of it: an
+   exchange is two more,
 4. no further mode once memory costs nothing: recomputing would only add work.
 
 Then what a user could ask for by name, so that `auto` is never slower than a name; not where pins were given, which
@@ -108,8 +109,6 @@ cannot tell placements apart by them.
 """
 DEAR = 25.0
 """What a second of gathers and reductions counts then, for there to be few of them."""
-WORTH_MORE = 0.9
-"""Where that takes no more than this part of the step, it is not placed at the full price besides."""
 TOGETHER = 0.995
 """What a placement gets of what should just do, as it comes in steps."""
 MOST_PLACED = 1.4
@@ -223,7 +222,7 @@ def _auto(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[A
             continue
         explain = asked.explain and mode == modes[-1] and tried.best is None
         found = yield from _beside(replace(asked, rematerialize=mode, explain=explain), tried)
-        if found is not None and may_exchange(programs):
+        if found is not None and may_exchange(programs) and found.solved.overlap_price < DEAR:
             found = faster(found, (yield from _exchanging(programs, found, tried)))
         if found is None:
             logger.info("recomputing %s, nothing was found that fits", mode)
@@ -244,7 +243,7 @@ def _beside(attempt: Attempt, tried: Tried) -> Attempts:
         return best
     if best is not None and waited_for(best) > MOSTLY_WAITING * best.cost.step_time_s:
         dear = yield from tighter(replace(attempt, overlap_price=DEAR, explain=False), tried)
-        if dear is not None and dear.cost.step_time_s < WORTH_MORE * best.cost.step_time_s:
+        if dear is not None and dear.cost.step_time_s < best.cost.step_time_s:
             return dear
         best = faster(best, dear)
     if best is not None and waited_for(best) > WORTH_WAITING * best.cost.step_time_s:

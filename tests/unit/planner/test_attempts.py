@@ -20,7 +20,6 @@ from autopar.planner.attempts import (
     MOSTLY_WAITING,
     PARTS,
     TIGHTER,
-    WORTH_MORE,
     Tried,
     named,
     tighter,
@@ -145,17 +144,17 @@ def test_what_is_waited_for_is_placed_at_its_full_price() -> None:
 @pytest.mark.parametrize(
     ("waited_s", "dear_s", "priced_s", "prices", "step_s"),
     [
-        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE - 0.1, 1.0, [DEAR], 2.0 * WORTH_MORE - 0.1),
-        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE + 0.1, 1.0, [DEAR, 1.0], 1.85),
+        (2.0 * MOSTLY_WAITING + 0.1, 1.9, 1.0, [DEAR], 1.9),
+        (2.0 * MOSTLY_WAITING + 0.1, 2.0, 1.0, [DEAR, 1.0], 1.85),
         (2.0 * MOSTLY_WAITING - 0.1, 0.1, 1.0, [1.0], 1.85),
-        (2.0 * MOSTLY_WAITING + 0.1, 2.0 * WORTH_MORE - 0.1, 0.0, [], 2.0),
+        (2.0 * MOSTLY_WAITING + 0.1, 1.9, 0.0, [], 2.0),
     ],
 )
 def test_where_a_step_waits_most_of_the_time_few_messages_are_sought(
     waited_s: float, dear_s: float, priced_s: float, prices: list[float], step_s: float
 ) -> None:
     """Breaks if latencies, which the objective leaves out, decide nothing where they are most of a step; if the full
-    price is left out where that brought little; if other steps are placed so; or if what no price could change is.
+    price is left out where that brought nothing; if other steps are placed so; or if what no price could change is.
     """
 
     def outcome(attempt: Attempt) -> Any:
@@ -168,6 +167,23 @@ def test_where_a_step_waits_most_of_the_time_few_messages_are_sought(
     tried = run(programs)
     assert [each.overlap_price for each in programs.made if each.placed_by is None][1:] == prices
     assert tried.step_s == step_s
+
+
+@pytest.mark.parametrize(("waited_s", "hides"), [(2.0 * MOSTLY_WAITING + 0.1, 0), (2.0 * MOSTLY_WAITING - 0.1, 1)])
+def test_exchanges_are_hidden_where_latencies_are_not_most(
+    waited_s: float, hides: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if a mixture is placed with exchanges beside its compute where few messages are best, or nowhere."""
+    monkeypatch.setattr(module, "has_experts", lambda program: True)
+
+    def outcome(attempt: Attempt) -> Any:
+        found = plan({DEAR: 1.0, 1.0: 1.85}.get(attempt.overlap_price, 2.0), waited_s=waited_s, priced_s=1.0)
+        found.solved.overlap_price = attempt.overlap_price
+        return found
+
+    programs = Scripted(outcome)
+    run(programs)
+    assert sum(each.hides_exchanges for each in programs.made) == hides
 
 
 def test_a_tie_goes_to_the_requests_own_placement() -> None:
