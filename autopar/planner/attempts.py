@@ -32,8 +32,9 @@ names do not know:
 5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is; of
    those that differ in how parameters are kept alone, no other where what the first does with values takes longer than
    the best step, and at first with operators doing as the first's do: only what comes close is placed anew; of those
-   that keep experts apart none where the first took longer and the same without experts were no faster for it; none of
-   which `auto`'s own problem tells that it takes longer whatever is chosen (`passes/placement/least.py`),
+   that split what flows between blocks none where the sums of the same without it take longer; of those that keep
+   experts apart none where the first took longer and the same without experts were no faster for it; none of which
+   `auto`'s own problem tells that it takes longer whatever is chosen (`passes/placement/least.py`),
 6. what splits the sequence by name, where the least it could take is less than the best step (and one of a family, as
    in 5; and no other way to meet in attention where what the first computes and moves outside of it takes longer, or
    its step but for attention where parameters are kept alike, or where something else there forbids the split; and
@@ -295,6 +296,9 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
         family = family_of(strategies)
         if values.get(family, 0.0) > BEYOND * tried.step_s:
             logger.info("%s cannot win by how it keeps parameters", [each.name for each in strategies])
+            continue
+        if tried.splits_hidden_in_vain(strategies, BEYOND):
+            logger.info("%s cannot win by what it splits between blocks", [each.name for each in strategies])
             continue
         like = programs.placed_by(modes[0], firsts[family]) if family in firsts else None
         enough = BEYOND * tried.step_s

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.program import Mode
 from autopar.planner.plan.record import PlanRecord
-from autopar.planner.shares import faster
-from autopar.strategies.axis import DDP, AxisStrategy
+from autopar.planner.shares import faster, values_s
+from autopar.strategies.axis import DDP, TENSOR, AxisStrategy
 from autopar.strategies.context import Spread, family_of, keeping_of, splits_of
 from autopar.strategies.request import Attempt
 
@@ -67,6 +67,15 @@ class Tried:
         if free is not None:
             key = (*family, *map(keeping_of, strategies))
             self.steps[key] = min(self.steps.get(key, math.inf), free.cost.step_time_s)
+
+    def splits_hidden_in_vain(self, strategies: tuple[AxisStrategy, ...], beyond: float) -> bool:
+        """Whether strategies that cut along the sequence what flows between blocks take too long by what the same move
+        without it, `beyond` times the best step: each of these sums becomes two messages of as many bytes.
+        """
+        together = self.named.get(family_of([TENSOR if each.hidden == "split" else each for each in strategies]))
+        if together is None or all(each.hidden != "split" for each in strategies):
+            return False
+        return values_s(together) - together.cost.compute_s > beyond * self.step_s
 
     def keeping_is_no_help(
         self, strategies: tuple[AxisStrategy, ...], first: tuple[AxisStrategy, ...], beyond: float

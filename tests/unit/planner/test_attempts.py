@@ -483,6 +483,20 @@ def test_tokens_are_not_sent_where_what_sends_none_takes_too_long(monkeypatch: p
     assert not module._experts_are_no_help(apart, tried)
 
 
+def test_what_flows_between_blocks_is_not_split_where_its_sums_take_too_long() -> None:
+    """Breaks if sums are made two messages each though they take longer than the best step as one; or are not where
+    it is computing that takes long.
+    """
+    whole, split, rows = (resolve({"dp": "ddp", "tp": each}, MESH) for each in ("tensor", "tensor+sequence", "ddp"))
+    for compute_s, moved_s, in_vain in ((1.0, BEYOND * 2.1, True), (3.0, BEYOND * 1.9, False)):
+        tried = Tried(100.0)
+        tried.takes(Scripted(lambda attempt: plan(2.0)).asked, plan(2.0))
+        assert not tried.splits_hidden_in_vain(split, BEYOND)  # nothing is known
+        tried.knows(whole, plan(9.0, compute_s=compute_s, moved_s=moved_s))
+        assert tried.splits_hidden_in_vain(split, BEYOND) == in_vain
+        assert not tried.splits_hidden_in_vain(whole, BEYOND) and not tried.splits_hidden_in_vain(rows, BEYOND)
+
+
 def test_parameters_are_not_kept_otherwise_where_that_was_no_help_without_experts() -> None:
     """Breaks if experts on some ranks each are tried with parameters in pieces where these made the same without
     experts slower, and with whole ones they took too long; or are not where one of that is not so, or not known.
