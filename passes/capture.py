@@ -112,15 +112,19 @@ def capture(
         arguments: Mapping[str, Any] = compat.tree_unflatten([emptied(x, precision, mode) for x in flat], spec)
         return arguments
 
+    in_blocks = True
+
     def trace(chosen: Chosen) -> Program:
+        nonlocal in_blocks  # once it was traced whole, other traces are, which have to say the same
         program = None
         # What a block does to another object that all are given is not seen of the block that stands for others.
         states = caches.states_among(inputs)
-        if not start_of(model).wanted.held and all(caches.of_blocks(inputs[name]) for name in states):
+        if in_blocks and not start_of(model).wanted.held and all(caches.of_blocks(inputs[name]) for name in states):
             with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
                 program = _with_repeated_blocks(
                     model, precision, batch, names, chosen, (bool(states), carries, rows_among(inputs))
                 )
+        in_blocks = program is not None
         return (
             _whole(model, precision, batch, names, inputs, chosen, (tells_ways, in_parts, carries), training)
             if program is None
@@ -371,7 +375,7 @@ def _given(
         for name, buffer in model.named_buffers():
             if name in held:
                 known.give_buffer(name, buffer, held[name])
-        chosen.numbers = False
+        chosen.numbers = chosen.used = False  # by traces before this one, of which nothing is left
         found = forward(*args, **kwargs)
         if chosen.numbers and known.decided:
             raise AutoparError(

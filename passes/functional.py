@@ -35,8 +35,11 @@ _SCATTERS: Mapping[object, compat.OpOverload] = {
     _aten.slice.Tensor: _aten.slice_scatter.default,
 }
 """The views through which may be written: what gives the whole with the view's place taken by something else."""
+_WHOLE = _aten.alias.default
+"""A slice of all there is."""
+_THROUGH = frozenset((*_SCATTERS, _WHOLE))
 _TAKEN_ANEW = frozenset(
-    (*_SCATTERS, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.transpose.int, _aten.permute.default)
+    (*_THROUGH, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.transpose.int, _aten.permute.default)
 )
 """The views that are taken of what was written once more, where they are read after a write: any strides will do."""
 _FUNCTIONAL_NORM = _aten._native_batch_norm_legit_functional.default
@@ -272,7 +275,7 @@ def _holder(node: fx.Node | None, apart: Collection[fx.Node] = ()) -> fx.Node | 
 
 def _behind(node: fx.Node | None) -> fx.Node | None:
     """What a chain of selections and slices is of."""
-    while node is not None and node.op == "call_function" and node.target in _SCATTERS:
+    while node is not None and node.op == "call_function" and node.target in _THROUGH:
         source = node.args[0]
         node = source if isinstance(source, fx.Node) else None
     return node
@@ -396,7 +399,7 @@ def _replace(
                 instead(operands[place], call(operator.getitem, made, place))
             return new
         written = operands[0]
-        if node.target is _aten.copy_.default and written.target in _SCATTERS:
+        if node.target is _aten.copy_.default and written.target in _THROUGH:
             made = operands[1]
         else:
             made = call(target, *operands, **node.kwargs)
@@ -404,9 +407,10 @@ def _replace(
             made = call(_aten.to.dtype, made, dtype)
         if made.meta["val"].shape != (shape := written.meta["val"].shape):
             made = call(_aten.expand.default, made, list(shape))
-        while not apart and written.target in _SCATTERS:
+        while not apart and written.target in _THROUGH:
             whole, *where = written.args
-            made = call(_SCATTERS[written.target], whole, made, *where, **written.kwargs)
+            if written.target is not _WHOLE:
+                made = call(_SCATTERS[written.target], whole, made, *where, **written.kwargs)
             written = whole
         node.replace_all_uses_with(made)
         instead(written, made)

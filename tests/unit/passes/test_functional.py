@@ -148,12 +148,23 @@ def _written_twice(net: Net, y: Tensor) -> Tensor:
     return once.mean((1, 2))
 
 
+def _all_of_it(net: Net, y: Tensor) -> Tensor:
+    """Slices that leave nothing out: of what was empty, of a view, of a buffer; one that is read on, and written."""
+    found = y.new_empty(y.shape)
+    found[..., :4].copy_(y * 3)
+    found[:, :, :4][:, 1].mul_(2)
+    whole = found[:, :4]
+    found[:, :, :, 0:4].add_(1)
+    net.mean[:4] = found.detach().mean((0, 2, 3))
+    return whole.mean((2, 3)) * found[:, :, 0].mean(2) + net.mean
+
+
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     "how",
     [_counted, _viewed_before, _viewed_after, _idle_dropout, _turned, _in_parts, _part_is_read_on,
      _views_are_read_on, _table, _given_to_no_grad, _what_was_written_is_read, _dropped_in_place, _shifted,
-     _read_on_through_another, _read_on_through_what_was_written, _written_twice],
+     _read_on_through_another, _read_on_through_what_was_written, _written_twice, _all_of_it],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -167,7 +178,7 @@ def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tenso
     "how",
     [_counted, _viewed_before, _viewed_after, _turned, _in_parts, _part_is_read_on, _views_are_read_on,
      _table, _given_to_no_grad, _what_was_written_is_read, _dropped_in_place, _shifted, _read_on_through_another,
-     _read_on_through_what_was_written, _written_twice],
+     _read_on_through_what_was_written, _written_twice, _all_of_it],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -176,10 +187,10 @@ def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor])
     """
     exported = torch.export.export(Net(how), (torch.randn(4, 3, 6, 6),), strict=False)
     plain = (_counted, _viewed_before, _in_parts, _part_is_read_on, _views_are_read_on, _table, _dropped_in_place,
-             _shifted, _written_twice)  # fmt: skip
+             _shifted, _written_twice, _all_of_it)  # fmt: skip
     assert make_functional(exported) is (how in plain)
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
-    assert kinds == ["BUFFER_MUTATION"] * {_counted: 5, _in_parts: 1}.get(how, 0) + ["USER_OUTPUT"]
+    assert kinds == ["BUFFER_MUTATION"] * {_counted: 5, _in_parts: 1, _all_of_it: 1}.get(how, 0) + ["USER_OUTPUT"]
 
 
 class Overlapping(nn.Module):

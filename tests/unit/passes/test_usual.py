@@ -433,3 +433,39 @@ def test_checks_of_distributions() -> None:
     plan = planned(Density(), x=torch.randn(8, 8), y=torch.randn(8))
     assert plan.verify().ok
     assert any("distribution.py" in note and "called at test_usual.py:" in note for note in plan.notes)
+
+
+class Kept(nn.Module):
+    """Blocks that take the positions which some row marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, marks: Tensor) -> Tensor:
+        keep = marks.bool().any(0)
+        for block in self.blocks:
+            x = x + block(x[:, keep].unsqueeze(1)).squeeze(1)
+        return x
+
+
+@pytest.mark.parametrize(("count", "traces"), [(6, 1), (None, 2)])
+def test_what_takes_no_chosen_rows_is_traced_once(
+    count: int | None, traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if a trace that was given up has the one that serves made again for other numbers of rows; or if one with
+    rows that a mask chooses is not.
+    """
+    made, export = [], torch.export.export
+
+    def counted(model: nn.Module, *args: object, **options: object) -> object:
+        found = export(model, *args, **options)  # type: ignore[arg-type]
+        made.append(found)
+        return found
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    model: nn.Module = Kept()
+    if count is None:
+        model.forward = lambda x, marks: model.blocks[0](x[marks.bool()]).square().mean()  # type: ignore[index, method-assign]
+    capture(model, {"x": torch.randn(4, 6, 8), "marks": torch.ones(4, 6)}, training=True)
+    assert len(made) == traces
