@@ -12,7 +12,7 @@ from autopar.cli.models import catalogue
 from autopar.ir.program import Program
 from autopar.ir.verify import check_program
 from autopar.machine.mesh import Mesh
-from autopar.pipeline import DEFAULT, Pass, Phases
+from autopar.pipeline import DEFAULT, TRACE, Pass, Phases
 
 
 def names(steps: tuple[Pass, ...]) -> list[str]:
@@ -38,7 +38,8 @@ def test_passes_of_a_users_own_stay_where_they_were_put() -> None:
         assert phase == found.lower if step.name == "place" else step in phase
     replaced = tuple(Pass(step.name, own.apply) if step.name == "annotate" else step for step in DEFAULT)
     assert names(Phases.of(replaced).annotate) == ["annotate"]
-    assert names(Phases.of(DEFAULT[8:]).trace) == [] and not Phases.of(DEFAULT[8:]).have("capture")
+    behind = Phases.of(DEFAULT[len(TRACE) :])
+    assert names(behind.trace) == [] and not behind.have("capture")
 
 
 @pytest.mark.moderate
