@@ -46,7 +46,7 @@ split of its own in each round.
 @dataclass(frozen=True, slots=True)
 class Loop:
     """A loop: the value that its first round is given, tensors that all read, the text of a round, how many there are,
-    what the last one makes, and the operators of the first.
+    and what the last one makes.
     """
 
     start: fx.Node
@@ -54,7 +54,6 @@ class Loop:
     body: str
     times: int
     result: fx.Node
-    first: tuple[fx.Node, ...]
 
 
 def fold_loops(program: Program, *, mesh: Mesh, strategies: Sequence[AxisStrategy] = ()) -> Program:
@@ -146,7 +145,7 @@ def _loop(nodes: Sequence[fx.Node], length: int) -> Loop | None:
     body = _text(first, first[last], {start: "x", **{other: f"y{i}" for i, other in enumerate(others)}})
     if body is None or not _is_apart(body, (start, *others)) or not _agrees(body, first, first[last], start, others):
         return None
-    return Loop(start, others, body, times, result, first)
+    return Loop(start, others, body, times, result)
 
 
 def _reads(

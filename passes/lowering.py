@@ -218,8 +218,8 @@ class PhaseBuilder:
         """What a layer of experts, or a loop, holds while it runs, where that is known."""
         call, rule = self.region.ops[node.name]
         strategy, holds = self.region.strategies[node.name], exchanges.grouped_holds(call, self.layouts.hardware)
-        if call.name in (iterated.FORWARD, iterated.GRADIENT):
-            made.meta["buffers"] = partial(iterated.held_bytes, call, rule, strategy)
+        if iterated.is_loop(call):
+            made.meta["buffers"] = partial(iterated.held_bytes, call, strategy)
         if holds is not None or exchanges.exchange_axis(strategy.choices) is not None:
             made.meta["buffers"] = partial(exchanges.buffer_bytes, call, rule, strategy, holds=holds)
 

@@ -67,7 +67,7 @@ def local_work(
         if grouped:
             return _grouped_work(call, rule, strategy.choices, sizes, moved, name)
         return lambda flops: Work(kind, dtype, flops, moved, own, name, around_bytes=around * flops)
-    if call.name in (iterated.FORWARD, iterated.GRADIENT):
+    if iterated.is_loop(call):
         launches, moved = iterated.kernels_and_bytes(call, strategy, sizes)
         return lambda flops: Work(kind, dtype, flops, moved, None, name, launches=launches)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None

@@ -84,12 +84,12 @@ class Tried:
         in how parameters are kept: that took `beyond` times the best step, and the same, but for experts, were no
         faster for it.
         """
-        whole = tuple(DDP.experts for _ in first)
-        step_s, plain_s = self._step_of(first, family_of(first)), self._step_of(strategies, (*splits_of(first), *whole))
-        first_plain_s = self._step_of(first, (*splits_of(first), *whole))
-        if None in (step_s, plain_s, first_plain_s) or family_of(first) == (*splits_of(first), *whole):
+        plain = (*splits_of(first), *(DDP.experts for _ in first))
+        step_s = self._step_of(first, family_of(first))
+        plain_s, first_plain_s = self._step_of(strategies, plain), self._step_of(first, plain)
+        if step_s is None or plain_s is None or first_plain_s is None or family_of(first) == plain:
             return False
-        return plain_s >= first_plain_s and step_s > beyond * self.step_s  # type: ignore[operator]
+        return plain_s >= first_plain_s and step_s > beyond * self.step_s
 
     def _step_of(self, strategies: tuple[AxisStrategy, ...], family: tuple[str, ...]) -> float | None:
         """Of what keeps parameters so, in a family; None where that was not asked."""

@@ -28,4 +28,5 @@ def test_a_microbatch_without_weight_beside_another_output() -> None:
     """
     for found, expected in launch(several_terms.both, 2, timeout_s=180.0):
         for own, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-14)
+            # Sums of 8 numbers of at most 10: each addition is off by at most 80 times half an epsilon, 9e-15.
+            torch.testing.assert_close(own, wanted, rtol=0.0, atol=8 * 9e-15)

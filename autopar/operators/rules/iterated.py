@@ -4,54 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.rule import Rule
-from autopar.operators.iterated import steps_of
+from autopar.operators.iterated import Step, steps_of
 from autopar.operators.rules.lookup import rule_for
 from autopar.operators.rules.registry import make_rule, rule
 
 Dim = tuple[int, int]
 """A dim of a value of a round, by their numbers."""
 Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-_GRADIENT_ROUNDS = 3
+FORWARD, GRADIENT = "autopar.iterate.default", "autopar.iterate_grad.default"
+GRADIENT_ROUNDS = 3
 """A round's gradient takes it once more, and about two more operators for each of its own."""
 
 
-@rule("autopar.iterate.default")
+@rule(FORWARD)
 def _iterate(call: OpCall) -> Rule:
     dims = dims_of_values(call.operands, str(call.arg("body")))
-    return _of(call, dims, dims[0], {}, float(call.arg("times")))
+    return _of(call, dims, dims[0])
 
 
-@rule("autopar.iterate_grad.default")
+@rule(GRADIENT)
 def _iterate_grad(call: OpCall) -> Rule:
     """What x walks and another operand does not is summed up in the gradient to that."""
     dims = dims_of_values(call.operands[1:], str(call.arg("body")))
     wanted = dims[int(call.arg("wrt"))]
     summed = {name: "sum" for name in dims[0] if name and name not in wanted}
-    return _of(call, (dims[0], *dims), wanted, summed, _GRADIENT_ROUNDS * float(call.arg("times")))
+    return _of(call, (dims[0], *dims), wanted, reduce=summed, linear=(frozenset({0}),))
 
 
-def _of(
-    call: OpCall, operands: Sequence[Sequence[str]], result: Sequence[str], reduce: Mapping[str, str], rounds: float
-) -> Rule:
-    sizes = {
-        name: size
-        for dims, spec in zip(operands, call.operands, strict=True)
-        for name, size in zip(dims, spec.shape, strict=True)
-        if name
-    }
-    given = call.operands[1:] if reduce or call.name == "autopar.iterate_grad.default" else call.operands
-    steps = steps_of(str(call.arg("body")), specs_of(given))[0]
-    flops = rounds * sum(float(max(each.numel for each in step.call.operands)) for step in steps)
-    return make_rule(
-        call, operands, [result], sizes, blocked={name for name in sizes if name.startswith("w")}, reduce=reduce,
-        linear=(frozenset({0}),) if call.name == "autopar.iterate_grad.default" else (), op_class="reduction",
-        flops=flops,
-    )  # fmt: skip
+def _of(call: OpCall, operands: Sequence[Sequence[str]], result: Sequence[str], **more: Any) -> Rule:
+    walked = [(name, size) for dims, spec in zip(operands, call.operands) for name, size in zip(dims, spec.shape)]
+    sizes = {name: size for name, size in walked if name}
+    flops = rounds_of(call) * sum(float(max(each.numel for each in step.call.operands)) for step in steps_of_call(call))
+    blocked = {name for name in sizes if name.startswith("w")}
+    return make_rule(call, operands, [result], sizes, blocked=blocked, op_class="reduction", flops=flops, **more)
+
+
+def rounds_of(call: OpCall) -> float:
+    """How often a loop, or its gradient, does what a round does."""
+    return float(call.arg("times")) * (GRADIENT_ROUNDS if call.name == GRADIENT else 1)
+
+
+def steps_of_call(call: OpCall) -> tuple[Step, ...]:
+    """The operators of a round of a loop, or of one whose gradient a call is."""
+    given = call.operands[1:] if call.name == GRADIENT else call.operands
+    return steps_of(str(call.arg("body")), specs_of(given))[0]
 
 
 def specs_of(operands: Sequence[TensorSpec]) -> Specs:

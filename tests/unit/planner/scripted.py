@@ -93,3 +93,9 @@ class Scripted:
 
 def run(programs: Any, generate: Callable[..., Any] = attempts, modes: Sequence[Mode] = MODES) -> Tried:
     return tried_for(programs, lambda tried: generate(programs, modes, tried))
+
+
+def placed_by(programs: Scripted) -> list[tuple[str, ...]]:
+    """The named strategies that were tried, once each."""
+    tried = (tuple(s.name for s in each.placed_by) for each in programs.made if each.placed_by is not None)
+    return list(dict.fromkeys(tried))

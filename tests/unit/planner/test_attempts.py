@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.ir.program import MODES, Mode
+from autopar.ir.program import MODES
 from autopar.planner import attempts as module
-from autopar.planner import shares
 from autopar.planner.attempts import (
     BEYOND,
     CLOSE,
@@ -20,14 +18,12 @@ from autopar.planner.attempts import (
     MOSTLY_WAITING,
     PARTS,
     TIGHTER,
-    Tried,
     named,
     tighter,
     tried_for,
 )
-from autopar.strategies.names import resolve
 from autopar.strategies.request import Attempt
-from tests.unit.planner.scripted import MESH, Scripted, plan, run
+from tests.unit.planner.scripted import Scripted, placed_by, plan, run
 
 
 @pytest.fixture(autouse=True)
@@ -225,12 +221,6 @@ def test_a_named_strategy_that_is_faster_wins_and_its_mode_is_bounded() -> None:
     assert ("selective", None) in tried.own
 
 
-def placed_by(programs: Scripted) -> list[tuple[str, ...]]:
-    """The named strategies that were tried, once each."""
-    tried = (tuple(s.name for s in each.placed_by) for each in programs.made if each.placed_by is not None)
-    return list(dict.fromkeys(tried))
-
-
 def test_a_family_whose_values_alone_take_too_long_is_tried_once() -> None:
     """Breaks if strategies that only keep parameters otherwise are placed where what they all do takes longer than the
     best step; or if another family goes with them.
@@ -356,180 +346,3 @@ def test_of_auto_too_the_error_is_the_last_modes() -> None:
     programs = Scripted(lambda attempt: walked(ratio[attempt.rematerialize]))
     attempt, error = run(programs).reason()
     assert attempt.rematerialize == MODES[-1] and error.ratio == 3.0
-
-
-class Recomputing(Scripted):
-    """That says what the backward computes, too."""
-
-    def recomputing(self, mode: Mode, spread: object) -> None:
-        return None
-
-    def computing_s(self, mode: Mode) -> float:
-        return 0.0
-
-
-@pytest.mark.parametrize("excluded", [True, False])
-def test_what_splits_the_sequence_computes_more_again_only_for_want_of_memory(
-    excluded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Breaks if strategies that exclude each other are tried in every mode and with parameters kept otherwise, or those
-    that lack memory only once.
-    """
-    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
-
-    def outcome(attempt: Attempt) -> Any:
-        error = DoesNotFit("nothing was found")
-        error.excluded = excluded
-        return error
-
-    programs = Recomputing(outcome, traced=SimpleNamespace(states={}))
-    run(programs, module._contexts)
-    named = [[each.name for each in attempt.placed_by or ()] for attempt in programs.made]
-    if excluded:  # zero3 beside what was tried beside ddp is left out, too
-        assert len(named) == len({*map(tuple, named)}) and not any("zero3" in each for each in named)
-    else:
-        assert len(named) == len({*map(tuple, named)}) * len(MODES) and any("zero3" in each for each in named)
-
-
-SPLITS = [("allgather_kv", "tensor"), ("ring", "tensor"), ("ulysses", "tensor")]
-"""The first axis split along the sequence, in each way to meet in attention; in the order of names."""
-
-
-def context_names(programs: Scripted) -> list[tuple[str, ...]]:
-    """What splits the sequence over the first axis, of what was tried."""
-    return sorted(each for each in placed_by(programs) if each[1] == "tensor")
-
-
-@pytest.mark.parametrize(
-    ("step_s", "attention_s", "moved_s", "tried"),
-    [
-        (9.0, 7.0, 0.0, SPLITS),  # all but attention takes as long as the best step
-        (9.0, 6.8, 0.0, SPLITS[:1]),
-        (9.0, 0.0, 7.0, SPLITS),  # what attention reads and gives is moved the rest of the time
-        (9.0, 0.0, 6.8, SPLITS[:1]),
-        (1.9, 0.1, 0.0, SPLITS),
-    ],
-)
-def test_ways_to_meet_in_attention_are_tried_where_it_may_decide(
-    step_s: float, attention_s: float, moved_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Breaks if every way is placed though what they all compute and move outside of attention takes longer than the
-    best step, or if attention's own seconds count against others.
-    """
-    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
-    monkeypatch.setattr(shares, "seconds_in_attention", lambda program: attention_s)
-    candidates = [resolve(dict(zip(MESH.axis_names, each)), MESH) for each in SPLITS]
-    monkeypatch.setattr(module, "context_candidates", lambda *given, **more: candidates)
-
-    def outcome(attempt: Attempt) -> Any:
-        return plan(step_s, compute_s=attention_s, moved_s=moved_s) if attempt.placed_by else plan(2.0)
-
-    programs = Recomputing(outcome, traced=SimpleNamespace(states={}))
-    own = outcome(programs.asked)
-
-    def after(programs: Any, modes: Sequence[Mode], tried: Tried) -> Any:
-        tried.takes(programs.asked, own)
-        yield from module._contexts(programs, modes, tried)
-
-    run(programs, after)
-    # Those of a family have the same values, which took too long.
-    assert context_names(programs) == tried
-
-
-@pytest.mark.parametrize(
-    ("rows_s", "attention_s", "moved_s", "tried"),
-    [
-        (1.6, 1.5, 0.0, []),  # a ring takes longer than what it saves
-        (1.6, 0.9, 0.0, [("ring", "tensor")]),
-        (1.6, 1.5, 0.6, [("ring", "tensor")]),  # what splits the batch moves values over that axis; a ring may not
-        (3.1, 0.0, 0.0, []),  # whatever attention takes
-        (3.1, 0.0, 0.2, [("ring", "tensor")]),
-    ],
-)
-def test_what_splits_the_sequence_is_not_tried_where_splitting_the_batch_says_that_it_takes_longer(
-    rows_s: float, attention_s: float, moved_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Breaks if a ring is placed that takes longer than the best step outside of attention alone, or is left out though
-    it may be spared what is moved for want of rows; or if its attention is not counted.
-    """
-    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
-    monkeypatch.setattr(module, "least_in_attention", lambda *given: attention_s)
-    monkeypatch.setattr(shares, "seconds_in_attention", lambda program: 1.0)
-    rows, ring = (resolve(dict(zip(MESH.axis_names, each)), MESH) for each in (("ddp", "tensor"), ("ring", "tensor")))
-    monkeypatch.setattr(module, "context_candidates", lambda *given, **more: [ring])
-    programs = Recomputing(lambda attempt: plan(9.0 if attempt.placed_by else 2.0), traced=SimpleNamespace(states={}))
-
-    def after(programs: Any, modes: Sequence[Mode], tried: Tried) -> Any:
-        tried.takes(programs.asked, plan(2.0))
-        tried.knows(rows, plan(rows_s, moved_s=moved_s))
-        tried.knows(rows, plan(4.0))  # the fastest of them tells
-        yield from module._contexts(programs, modes, tried)
-
-    run(programs, after)
-    assert context_names(programs) == tried
-
-
-def test_tokens_are_not_sent_where_what_sends_none_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks if experts on some ranks each are tried where splitting the batch there takes longer by all that is not
-    theirs; or are not where theirs is what takes long.
-    """
-    together, apart = (resolve({"dp": each, "tp": "tensor"}, MESH) for each in ("ddp", "expert"))
-    tried = Tried(100.0)
-    tried.takes(Scripted(lambda attempt: plan(2.0)).asked, plan(2.0))
-    assert not module._experts_are_no_help(apart, tried)  # nothing is known
-    tried.knows(together, plan(3.0, compute_s=1.0, moved_s=BEYOND * 2.0 - 0.9))
-    assert module._experts_are_no_help(apart, tried) and not module._experts_are_no_help(together, tried)
-    monkeypatch.setattr(module, "seconds_in_experts", lambda plan: 0.5)
-    assert not module._experts_are_no_help(apart, tried)
-
-
-def test_what_flows_between_blocks_is_not_split_where_its_sums_take_too_long() -> None:
-    """Breaks if sums are made two messages each though they take longer than the best step as one; or are not where
-    it is computing that takes long.
-    """
-    whole, split, rows = (resolve({"dp": "ddp", "tp": each}, MESH) for each in ("tensor", "tensor+sequence", "ddp"))
-    for compute_s, moved_s, in_vain in ((1.0, BEYOND * 2.1, True), (3.0, BEYOND * 1.9, False)):
-        tried = Tried(100.0)
-        tried.takes(Scripted(lambda attempt: plan(2.0)).asked, plan(2.0))
-        assert not tried.splits_hidden_in_vain(split, BEYOND)  # nothing is known
-        tried.knows(whole, plan(9.0, compute_s=compute_s, moved_s=moved_s))
-        assert tried.splits_hidden_in_vain(split, BEYOND) == in_vain
-        assert not tried.splits_hidden_in_vain(whole, BEYOND) and not tried.splits_hidden_in_vain(rows, BEYOND)
-
-
-def test_parameters_are_not_kept_otherwise_where_that_was_no_help_without_experts() -> None:
-    """Breaks if experts on some ranks each are tried with parameters in pieces where these made the same without
-    experts slower, and with whole ones they took too long; or are not where one of that is not so, or not known.
-    """
-    whole, pieces, apart, other = (
-        resolve({"dp": each, "tp": "ddp"}, MESH) for each in ("ddp", "zero2", "expert", "zero2+expert")
-    )
-
-    def told(plain_s: float, first_s: float) -> bool:
-        tried = Tried(100.0)
-        tried.takes(Scripted(lambda attempt: plan(2.0)).asked, plan(2.0))
-        for strategies, step_s in ((whole, 3.0), (pieces, plain_s), (apart, first_s)):
-            assert not tried.keeping_is_no_help(other, apart, BEYOND)  # not all is known
-            tried.knows(strategies, plan(step_s))
-        assert not tried.keeping_is_no_help(pieces, whole, BEYOND)  # no experts
-        return tried.keeping_is_no_help(other, apart, BEYOND)
-
-    assert told(3.0, BEYOND * 2.1) and not told(2.9, BEYOND * 2.1) and not told(3.0, BEYOND * 1.9)
-
-
-@pytest.mark.parametrize(("outside", "known", "times"), [(True, False, 1), (False, False, 3), (False, True, 0)])
-def test_what_no_way_to_meet_in_attention_can_mend_is_tried_once(
-    outside: bool, known: bool, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Breaks if all are asked where something else forbids the split, one where attention does, any where known."""
-    monkeypatch.setattr(module, "least_seconds", lambda *given: 0.0)
-
-    def outcome(attempt: Attempt) -> Any:
-        error = DoesNotFit("they exclude each other")
-        error.excluded, error.outside_attention = True, outside
-        return error
-
-    programs = Recomputing(outcome, traced=SimpleNamespace(states={}), odd=SPLITS if known else ())
-    run(programs, module._contexts)
-    assert len(context_names(programs)) == times
-    assert len(placed_by(programs)) - times == (1 if outside else 3)  # the other axis is another matter
