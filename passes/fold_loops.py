@@ -224,7 +224,11 @@ def _is_apart(body: str, operands: Sequence[fx.Node]) -> bool:
     """Whether rounds leave apart what lies apart along the first dim, and all but a few elements."""
     specs = [TensorSpec(tuple(max(size, 2) for size in s.shape), s.dtype) if i == 0 else s
              for i, s in enumerate(_specs(operands))]  # fmt: skip
-    names = dims_of_values(specs, body)
+    try:
+        names = dims_of_values(specs, body)
+    except RuntimeError:  # one of the others is as long as it is there, and no longer
+        specs = _specs(operands)
+        names = dims_of_values(specs, body)
     together = math.prod(size for name, size in zip(names[0], specs[0].shape) if not name.startswith("d"))
     return bool(names[0]) and names[0][0].startswith("d") and together <= MOST_TOGETHER
 

@@ -17,6 +17,7 @@ from autopar.api.plan import Plan
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.garbage import older_spared
+from autopar.base.torch_compat.autograd import with_gradients
 from autopar.ir.meaning import meaning_of
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit, emit_with_places
@@ -152,7 +153,7 @@ def first_plan(
     Raises:
         AutoparError: as `plan`.
     """
-    with older_spared():
+    with older_spared(), with_gradients(not options.get("inference", False)):
         watched = None if loss is None else Watched(loss)
         batch = by_name(model, example_inputs)
         found = decide(with_loss(model, loss, batch), mesh, example_inputs=batch, alone=alone, **options)

@@ -32,6 +32,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts, huggingface
 from autopar.base.stored_weights import ways_of
 from autopar.base.torch_compat import tracing
+from autopar.base.torch_compat.autograd import with_gradients
 from autopar.base.torch_compat.control_flow import control_flow_by_torch
 from autopar.base.torch_compat.functions import run_backward
 from autopar.ir.program import Program
@@ -135,7 +136,7 @@ def verify(
         --tiny).
     """
     fits_here(plan)
-    with torch.random.fork_rng(devices=()):  # what the script draws next is what it was
+    with torch.random.fork_rng(devices=()), with_gradients():  # what the script draws next is what it was
         return _verified(plan, dtype, seed, rtol, atol, prepare)
 
 

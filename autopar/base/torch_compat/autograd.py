@@ -27,6 +27,16 @@ def recording() -> Iterator[None]:
 
 
 @contextmanager
+def with_gradients(wanted: bool = True) -> Iterator[None]:
+    """What runs inside is of a training step, whatever modes the script is in; where none is wanted, these stay."""
+    if not wanted:
+        yield
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextmanager
 def saving_unseen() -> Iterator[None]:
     """Inside, a trace in this thread sees nothing of what hooks of saved tensors do (torch.utils.checkpoint's, that of
     `save_on_cpu`): what is kept for backward, and what is computed again, is a plan's decision.

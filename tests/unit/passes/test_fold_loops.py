@@ -252,6 +252,32 @@ def test_text_that_is_no_round(body: str) -> None:
         parsed(body)
 
 
+class Capsules(nn.Module):
+    """Routing by agreement: logits [B, N, C, 1], made of votes [B, N, C, D] that all rounds read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.votes, self.last = nn.Linear(6, 3 * 4), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = self.votes(x).unflatten(-1, (3, 4))
+        logits = torch.zeros_like(votes[..., :1])
+        for _ in range(4):
+            found = (logits.softmax(2) * votes).sum(1, keepdim=True)
+            found = found / (1 + found.square().sum(-1, keepdim=True).sqrt())
+            logits = logits + (found * votes).sum(-1, keepdim=True)
+        return self.last((logits * votes).sum(1).flatten(1)).square().mean()
+
+
+def test_a_dim_of_one_beside_others_that_are_longer() -> None:
+    """Breaks if what goes round is asked for its dims as if it were longer where it meets what is."""
+    torch.manual_seed(0)
+    plan = autopar.plan(
+        Capsules(), autopar.Mesh.parse("dp=2", hardware="cpu"), example_inputs={"x": torch.randn(4, 5, 6)}
+    )
+    assert "ops.iterate(" in plan.source and plan.verify().ok
+
+
 def test_loops_lie_apart() -> None:
     """Two loops, one behind the other, each with its own text."""
     graph = torch.fx.Graph()
