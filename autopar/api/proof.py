@@ -175,6 +175,9 @@ def _verified(
     if program.training and not all(comparison.ok for comparison in comparisons):
         measured = _rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
         comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype], measured)
+    comparisons += [
+        Comparison(f"gradient of {name} (the plan has none)", 1.0, ok=False) for name in _lost(plan, program)
+    ]
     notes: tuple[str, ...] = ()
     if ways := ways_of(model):
         with as_drawn(model):
@@ -185,6 +188,15 @@ def _verified(
     drops = any(region.uses_dropout for region in program.regions)
     name = str(dtype).removeprefix("torch.")
     return Proof(tuple(comparisons), str(mesh), scaled, name, events, drops, tolerance[0], notes)
+
+
+def _lost(plan: PlanRecord, program: Program) -> list[str]:
+    """Parameters to which gradients come in the program that is proven, and in the plan's own from no output: it was
+    traced again, at other sizes, and perhaps otherwise.
+    """
+    own = {each.name: each.reached_by for each in plan.interface.parameters}
+    proven = interface_of(program).parameters
+    return [each.name for each in proven if each.reached_by != () and own.get(each.name) == ()]
 
 
 def fits_here(plan: PlanRecord) -> None:

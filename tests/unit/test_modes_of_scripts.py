@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,3 +27,13 @@ def test_a_training_step_is_planned_and_proven_with_gradients(mode: Callable[[],
     assert inside.ok and proof.ok
     for each in (inside, proof):
         assert sum(comparison.name.startswith("gradient of") for comparison in each.comparisons) == 4
+
+
+def test_a_proof_tells_of_gradients_that_the_plan_alone_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a plan that was traced without gradients is proven, since the proof traces the model once more."""
+    monkeypatch.setattr("autopar.api.planning.with_gradients", lambda wanted: nullcontext())
+    model, mesh = nn.Linear(4, 2), autopar.Mesh.parse("dp=2", hardware="cpu")
+    with torch.no_grad():
+        plan = autopar.plan(model, mesh, example_inputs=(torch.randn(4, 4),))
+    proof = plan.verify()
+    assert not proof.ok and "gradient of weight (the plan has none)" in str(proof)
