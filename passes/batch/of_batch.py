@@ -119,9 +119,8 @@ def edited(program: Program, edits: Edits, *, microbatches: int, smaller: bool) 
     region = program.regions[0]
     graph, mapping = copy_graph(region.graph)
     origins = dict(region.origins)
-    own = {node: mapping[(edits.pairs[node] if smaller else node).meta[ORIGINAL]] for node in edits.read}
-    own |= {node: mapping[(edits.pairs[node] if smaller else node).meta[ORIGINAL]] for node in edits.averages}
-    own |= {node: mapping[(edits.pairs[node] if smaller else node).meta[ORIGINAL]] for node, _ in edits.scaled}
+    changed = dict.fromkeys((*edits.read, *edits.averages, *(node for node, _ in edits.scaled)))
+    own = {node: mapping[(edits.pairs[node] if smaller else node).meta[ORIGINAL]] for node in changed}
     slots, variables, holders = list(region.slots), list(program.variables), dict[fx.Node, fx.Node]()
     behind = [node for node in graph.nodes if node.op == "placeholder"][: len(slots)]
     first = next(iter(graph.nodes))
