@@ -166,9 +166,8 @@ def may_be_called(target: Any) -> bool:
 
 
 def _function(name: str) -> Called:
-    packet: Any = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
-    if not any(map(may_be_called, overloads)):
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or not any(may_be_called(getattr(packet, each)) for each in packet.overloads()):
         raise ValueError(f"a round does not call {name}")
 
     def call(values: Mapping[str, Tensor], *args: Any, **options: Any) -> Any:
