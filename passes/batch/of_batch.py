@@ -119,8 +119,8 @@ def edited(program: Program, edits: Edits, *, microbatches: int, smaller: bool) 
     region = program.regions[0]
     graph, mapping = copy_graph(region.graph)
     origins = dict(region.origins)
-    changed = dict.fromkeys((*edits.read, *edits.averages, *(node for node, _ in edits.scaled)))
-    own = {node: mapping[(edits.pairs[node] if smaller else node).meta[ORIGINAL]] for node in changed}
+    nodes = dict.fromkeys((*edits.read, *edits.averages, *(node for node, _ in edits.scaled)))
+    own = {node: mapping[(edits.pairs[node] if smaller else node).meta[ORIGINAL]] for node in nodes}
     slots, variables, holders = list(region.slots), list(program.variables), dict[fx.Node, fx.Node]()
     behind = [node for node in graph.nodes if node.op == "placeholder"][: len(slots)]
     first = next(iter(graph.nodes))
