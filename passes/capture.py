@@ -31,7 +31,6 @@ from autopar.ir.program import Program
 from autopar.ir.told import BUFFER, ToldNeeded
 from autopar.operators import own_gradients
 from autopar.passes import inner_gradients, mutation, seeds
-from autopar.passes.avoidable import argument_instead
 from autopar.passes.blocks import words
 from autopar.passes.blocks.marks import MARKS
 from autopar.passes.blocks.trace import Blocks
@@ -56,6 +55,7 @@ from autopar.passes.exported import SizesByValues, graph_modules, origin_of
 from autopar.passes.fixed_slices import whole_numbers
 from autopar.passes.functional import by_one_name, make_functional
 from autopar.passes.kept import Kept, Unwatched, may_go_by
+from autopar.passes.not_traced import asks_for_values, capture_error, with_line
 from autopar.passes.one_region import to_program
 from autopar.passes.packed import Packed
 from autopar.passes.plain_reads import PlainReads
@@ -244,7 +244,7 @@ def _with_repeated_blocks(
         except Unwatched:
             continue
         except AutoparError as error:
-            raise _with_line(error) from error.__cause__
+            raise with_line(error) from error.__cause__
         except Exception as error:
             if not blocks.learns(error):
                 logger.info("tracing the model whole: %s", error)
@@ -318,7 +318,7 @@ def _whole(
                 values, kept_values = kept_values, None
                 continue
             if not known.decided:
-                if not knows_made and _asks_for_values(error):
+                if not knows_made and asks_for_values(error):
                     knows_made, wrong = True, wrong or error
                     continue
                 if not as_eager and isinstance(error.__cause__, _SLIPS):
@@ -404,9 +404,9 @@ def _export(
         if inner_gradients.is_within(exported):
             inner_gradients.prepare(exported)
     except AutoparError as error:
-        raise _with_line(error) from error.__cause__
+        raise with_line(error) from error.__cause__
     except Exception as error:
-        raise _capture_error(model, error) from error
+        raise capture_error(model, arguments, error) from error
     if any(mutation.writes(node) for module in graph_modules(exported.graph_module) for node in module.graph.nodes):
         parameters = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "PARAMETER"}
         mutation.check_hidden_writes(exported.graph_module, parameters, origin_of)
@@ -415,7 +415,7 @@ def _export(
         except AutoparError:
             raise
         except Exception as error:
-            raise _capture_error(model, error) from error
+            raise capture_error(model, arguments, error) from error
     return exported
 
 
@@ -440,47 +440,6 @@ def _without_writes(
     exported = retraced(exported)
     mutation.check(exported.graph_module.graph, origin_of)
     return exported
-
-
-def _asks_for_values(error: Exception) -> bool:
-    """Whether a trace ended because a tensor's value was asked for, or because a size is one."""
-    cause = error.__cause__ or error
-    return compat.is_data_dependent(cause) or "SymInt" in str(cause)
-
-
-def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
-    """Name the model's own line: the innermost frame that is not the tracer's, outside torch."""
-    where = compat.model_line(error) or type(model).__name__
-    if compat.is_data_dependent(error):
-        what = f"{type(model).__name__} chooses what to do by the value of a tensor, so one program cannot stand for it"
-        remedy = "replace the branch by torch.where or torch.cond, or keep the decision out of forward()"
-        if instead := argument_instead(error, model.forward):
-            name, line = instead
-            remedy = f"make {name} yourself and hand it in with the batch: forward makes it where it is None ({line})"
-    elif _asks_for_values(error):
-        what = f"{type(model).__name__} makes a size by the values of a tensor: one program cannot stand for it"
-        remedy = "keep the size and mark what counts with a mask (torch.where), or make the choice outside of forward()"
-    else:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = f"{type(model).__name__} cannot be traced: {reason}"
-        remedy = "check that model(**batch) runs in eager mode on this batch; the cause is chained below"
-        if ".numpy()" in reason:
-            what = f"{type(model).__name__} hands values of tensors to NumPy, of which no program knows what comes"
-            remedy = "compute it with torch's operators, or outside of forward(), and hand it in with the batch"
-        if "meta" in str(error) and "cpu" in str(error):
-            remedy = (
-                "a tensor that the model holds in a plain attribute, or makes, is on meta and has no values: build the "
-                "model on the CPU, or register the tensor as a buffer"
-            )
-    return AutoparError(what, where=where, remedy=remedy)
-
-
-def _with_line(error: AutoparError) -> AutoparError:
-    """The error, with the model's line that it was raised under, if it says none itself."""
-    if error.where is None and (line := compat.model_line(error)):
-        error.where = line
-        error.args = (str(error),)
-    return error
 
 
 def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:

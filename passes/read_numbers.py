@@ -5,6 +5,7 @@
         start += n
     scale = x.abs().max().item();  x / scale           x / scale, which has no gradient
     torch.tensor([x.max(), 1.0])                       a stack of both, which has no gradient
+    h[rows, columns]                                   of lists of them: a stack each
 
 They are what Python's numbers would be: of int64 or float64, beside other tensors of these tensors' types, and without
 a gradient. What asks for more than arithmetic (a size, a branch, a format) meets a tensor whose value nobody knows.
@@ -70,6 +71,8 @@ class Numbers(TorchFunctionMode):
                 return self._as_plain(args[0], func)
         if func in _LISTING and (listed := self._listed(func, args, kwargs)) is not None:
             return listed
+        if func in _INDEXING and isinstance(args[1], tuple):
+            args = (args[0], tuple([self._stacked(each) for each in args[1]]), *args[2:])
         name = getattr(func, "__name__", "")
         if name == "__format__" and self.is_number(args[0]):
             raise AutoparError(
@@ -152,6 +155,11 @@ class Numbers(TorchFunctionMode):
         ]
         return torch.stack(numbers).reshape(shape)
 
+    def _stacked(self, index: Any) -> Any:
+        """One of the dims' indices: a list with traced tensors in it is the tensor that torch makes of it."""
+        listed = self._listed(torch.tensor, (index,), {}) if isinstance(index, list | tuple) else None
+        return index if listed is None or listed.is_floating_point() or listed.is_complex() else listed
+
     def _listed_dtype(self, value: Any) -> torch.dtype:
         if isinstance(value, Tensor) and not (self.is_number(value) and value.is_floating_point()):
             return value.dtype
@@ -218,6 +226,7 @@ def _spread(data: Any) -> tuple[tuple[int, ...] | None, list[Any]]:
 
 _LISTING = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 """What makes a tensor of numbers in a list."""
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 _MANY = 1 << 61
 """No small number, of which Python has one object each."""
 _PLAIN = (Tensor.__float__, Tensor.__int__)

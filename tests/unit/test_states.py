@@ -19,6 +19,7 @@ from autopar.base.huggingface.layout import Layout, Part
 from autopar.base.huggingface.masks_of_generate import spelled_out
 from autopar.base.huggingface.states import StateCache
 from autopar.base.torch_compat import tracing
+from autopar.passes.capture import capture
 from autopar.passes.emptied import meta_clone
 from autopar.planner.inputs import family_key, shapes_key
 
@@ -268,6 +269,19 @@ def test_a_model_that_gives_no_cache_back_is_told() -> None:
     assert caches.new_cache(looks_back, 1, 4, torch.device("cpu")).states()
     with pytest.raises(AutoparError, match=r"gives no cache back(.|\n)*use_cache=False"):
         caches.new_cache(both_ways, 1, 4, torch.device("cpu"))
+
+
+def test_a_model_that_takes_no_cache_of_a_fixed_length_is_told() -> None:
+    """Breaks if words are of what eager does with the batch, which it takes, and not of the cache."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16}
+    config = transformers.CpmAntConfig(**sizes, vocab_size=32, prompt_types=1, prompt_length=2)
+    model = transformers.CpmAntForCausalLM(config).eval()
+    cache = caches.new_cache(model, 1, 8, torch.device("cpu"))
+    ids = torch.randint(1, 32, (1, 4))
+    with pytest.raises(AutoparError, match=r"over a cache of a fixed length(.|\n)*use_cache=False"):
+        capture(model, {"input_ids": ids, "past_key_values": cache, "use_cache": True})
 
 
 def _two_rotations() -> Any:

@@ -1,4 +1,4 @@
-"""Lists with tensors in them, of which `torch.tensor` and its like read the numbers."""
+"""Lists with tensors in them, of which `torch.tensor` and its like, and indices, read the numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import interpret
+from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import capture
 
@@ -27,6 +28,15 @@ class Lists(nn.Module):
         return (self.last(h) * made.sum()).square().mean(), made
 
 
+def _written(h: Tensor) -> Tensor:
+    """Pairs that are taken apart, as coordinates are."""
+    there = torch.full_like(h, True).bool()
+    pairs = torch.stack([torch.arange(len(h), device=h.device), h.argmax(1)], 1)
+    rows, columns = zip(*pairs, strict=True)
+    there[rows, columns] = False
+    return torch.where(there, h, 0.0)
+
+
 HOWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "values": lambda _, h: torch.tensor([h.max(), 2 * h.min()]),
     "parameters": lambda m, _: torch.tensor([p.max() for p in m.parameters()]),
@@ -38,6 +48,10 @@ HOWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "half": lambda _, h: torch.tensor([h.max().half(), h.min().half()]),
     "half-and-python": lambda _, h: torch.tensor([h.max().half(), 1.0]),
     "double": lambda _, h: torch.tensor([h.max(), 1], dtype=torch.float64),
+    "rows": lambda _, h: h[[h[:, 0].argmax(), h[:, 1].argmin(), 2],],
+    "rows-and-columns": lambda _, h: h[list(h.argmax(0)[:4]), tuple(h.argmax(1))],
+    "columns": lambda _, h: h[1:, [[h[0].argmax(), 3], [h[1].argmax(), h[2].argmax()]]],
+    "written": lambda _, h: _written(h),
 }
 
 
@@ -55,11 +69,20 @@ def test_lists_are_what_torch_makes_of_them(how: Callable[[nn.Module, Tensor], T
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("name", ["values", "parameters"])
+@pytest.mark.parametrize("name", ["values", "parameters", "rows-and-columns", "written"])
 def test_lists_have_no_gradient(name: str) -> None:
-    """Breaks if a gradient passes through numbers that eager reads, or if they are those of a rank's rows."""
+    """Breaks if a gradient passes through numbers that eager reads, or none through what places choose, or if numbers
+    are those of a rank's rows.
+    """
     mesh = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
     strategy = {"dp": "zero3", "tp": "tensor"}
     plan = autopar.plan(Lists(HOWS[name]), mesh, example_inputs={"x": torch.randn(4, 4)}, strategy=strategy)
     proof = plan.verify()
     assert proof.ok, str(proof)
+
+
+def test_what_reads_numbers_unseen_is_told() -> None:
+    """Breaks if words are of memory, which is no help, in place of what to write."""
+    model = Lists(lambda _, h: torch.FloatTensor([h.max(), h.min()]))
+    with pytest.raises(AutoparError, match=r"numbers that it reads of others(.|\n)*torch.stack"):
+        capture(model, {"x": torch.randn(4, 4)})
