@@ -217,7 +217,7 @@ def _with_repeated_blocks(
             telling = Telling(clone, values_of(model), start, start.wanted, numbers, rows)
             carries = Carries(clone, numbers, (), telling.made)
             clone.forward = blocks.within(clone)
-            clone.forward = kept.within(counted.within(Reassigned(clone).within(clone.forward)))
+            clone.forward = kept.within(counted.within(Reassigned(clone, in_blocks=True).within(clone.forward)))
             clone.forward = carries.within(clone.forward) if carries_values else clone.forward
             clone.forward = Ragged(numbers).within(telling.within(clone.forward))
             watching = blocks.watched(clone, telling.heard)
@@ -287,7 +287,8 @@ def _whole(
             put_buffer(clone, BUFFER, wanted.length, mode)
         telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
         carries = Carries(clone, numbers, wanted.held, telling.made)
-        clone.forward = kept.within(counted.within(Reassigned(clone).within(clone.forward)))
+        reassigned = Reassigned(clone)
+        clone.forward = kept.within(counted.within(reassigned.within(clone.forward)))
         clone.forward = telling.within(carries.within(clone.forward) if may_carry else clone.forward, carries)
         clone.forward = compat.uncompiled()(clone.forward) if as_eager else clone.forward
         clone.forward = _given(known, chosen, usual.guarding(clone), clone, held if knows_made and not values else {})
@@ -355,7 +356,7 @@ def _whole(
     return replace(
         program,
         by_value=tuple(sorted(known.decided)),
-        notes=(*program.notes, *notes, *branches.notes, *kept.notes, *written.notes),
+        notes=(*program.notes, *notes, *branches.notes, *kept.notes, *written.notes, *reassigned.notes),
     )
 
 

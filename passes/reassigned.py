@@ -3,33 +3,46 @@
 torch.export sees that of the outermost module alone, and drops what is assigned to the others'. Here new values are
 written, where forward ends, into the tensors that the buffers were, which are then buffers that forward changes, as
 those are that it writes in place (`mutation.py`).
+
+A table that is made anew where it is too short for a batch (`if len(x) > len(self.pe): self.pe = make(len(x))`) stays
+what it was: each program makes it at the length that it needs. That is so where numbers of Python's alone say what is
+in it, it is no part of a checkpoint, and another forward, over what this one left, leaves it alone.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.base.torch_compat.written import untraced
 from autopar.passes.kept import is_of_inputs, line_that_goes_by, line_that_keeps, line_that_reads, modules_of
 
 
-class Reassigned:
-    """While a model is traced. model: the one that is traced."""
+class LongerTable(Exception):
+    """A table becomes longer in forward."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+
+class Reassigned:
+    """While a model is traced. model: the one that is traced. in_blocks: some of its blocks stand for others. notes: of
+    tables that become longer.
+    """
+
+    def __init__(self, model: nn.Module, in_blocks: bool = False) -> None:
+        self._model, self._in_blocks = model, in_blocks
+        self.notes: list[str] = []
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that writes at its end what it has assigned to buffers.
 
         Raises:
-            AutoparError: what it assigns is of another shape or kind, or is a parameter; a buffer that was None goes
-                into the next step.
+            AutoparError: what it assigns is of another shape or kind and no table, or is a parameter; a buffer that was
+                None goes into the next step.
+            LongerTable: there is one, and blocks stand for others: the model has to be traced whole.
         """
 
         @functools.wraps(forward)
@@ -38,6 +51,9 @@ class Reassigned:
             with compat.buffers_as_assigned():
                 found = forward(*args, **kwargs)
             changed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+            tables = self._tables(before, lambda: forward(*args, **kwargs))
+            for module, name, was in tables:
+                module._buffers[name] = was
             for path, module, name, now in self._buffers():
                 was = before.get((path, name))
                 if was is not now and self._is_written(path, name, was, now):
@@ -59,6 +75,42 @@ class Reassigned:
             held = vars(module)["_buffers"]
             if isinstance(held, dict):  # a scripted one has none
                 yield from ((path, module, name, value) for name, value in dict.items(held))
+
+    def _tables(
+        self, before: Mapping[tuple[str, str], Tensor | None], again: Callable[[], Any]
+    ) -> list[tuple[nn.Module, str, Tensor]]:
+        """Tables of another length than they were, and what they were. again: the same forward."""
+        longer = [
+            (path, module, name, was)
+            for path, module, name, now in self._buffers()
+            if isinstance(was := before.get((path, name)), Tensor)
+            and isinstance(now, Tensor) and now.shape != was.shape
+            and name in module._non_persistent_buffers_set and compat.value_from(now, {}) is not None
+        ]  # fmt: skip
+        if longer and self._in_blocks:
+            raise LongerTable
+        if not longer or not self._stay(longer, again):
+            return []
+        full = ", ".join(f"{path}.{name}" if path else name for path, _, name, _ in longer)
+        self.notes.append(f"{full}: made in each step, at the length that a batch needs")
+        return [(module, name, was) for _, module, name, was in longer]
+
+    def _stay(self, longer: list[tuple[str, nn.Module, str, Tensor]], again: Callable[[], Any]) -> bool:
+        """Whether another forward leaves alone what this one assigned; it is run on shapes, and changes nothing."""
+        modules = [each for _, each in modules_of(self._model, "") if isinstance(vars(each)["_buffers"], dict)]
+        held = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+        left = {(path, name): module._buffers[name] for path, module, name, _ in longer}
+        try:
+            with untraced():
+                again()
+            return all(module._buffers[name] is left[path, name] for path, module, name, _ in longer)
+        except Exception:  # what it asks for beyond shapes
+            return False
+        finally:
+            for module, attributes, buffers in held:
+                vars(module).clear()
+                vars(module).update(attributes)
+                vars(module)["_buffers"] = buffers
 
     def _is_written(self, path: str, name: str, was: Tensor | None, now: Tensor | None) -> bool:
         """Whether there is something to be written: then both are tensors."""

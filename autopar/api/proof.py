@@ -357,9 +357,21 @@ def expected(
         grads = {n: grads[n] for n, p in model.named_parameters() if p.requires_grad or p.grad is not None}
         grads |= {gradient_key(n): torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    changed |= {name for name, was in others.items() if name in held and not _is_as_it_was(held[name], was)}
+    # A table that became longer stays as it was in a program (`passes/reassigned.py`); what is made of it is compared.
+    tables = _not_kept(model) & held.keys() & others.keys()
+    longer = {name for name in tables if held[name].shape != others[name].shape}
+    changed |= {n for n, was in others.items() if n in held and not _is_as_it_was(held[n], was)} - longer
     updates = {name: held[name].detach().clone() for name in sorted(changed)}
     return results, grads, updates
+
+
+def _not_kept(model: nn.Module) -> set[str]:
+    """The buffers that are in no checkpoint."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def _is_as_it_was(now: torch.Tensor, was: torch.Tensor) -> bool:
@@ -389,6 +401,8 @@ def _rounding(
         changed = {name for name, _ in program.updates}
         for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             if name in state and (name in changed or not isinstance(tensor, torch.nn.Parameter)):
+                if tensor.shape != state[name].shape:  # a table that became longer
+                    tensor.data = torch.empty_like(state[name], dtype=tensor.dtype)
                 tensor.copy_(state[name])
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn.modules import module as modules
 
 
@@ -29,6 +30,13 @@ def buffers_as_assigned() -> Iterator[None]:
         yield
     finally:
         hooks.update(exports)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """What runs inside is not recorded; stand-ins stay what they are."""
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        yield
 
 
 def storage_id(value: torch.Tensor) -> int | None:

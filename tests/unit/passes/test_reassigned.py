@@ -88,6 +88,43 @@ class Tabulates(Layer):
         return self.linear(x) + self.table
 
 
+class Positions(nn.Module):
+    """A table of positions, which is made anew where a batch is longer, or in each step."""
+
+    table: Tensor
+
+    def __init__(self, persistent: bool = False, always: bool = False) -> None:
+        super().__init__()
+        self.linear, self.always = nn.Linear(4, 4), always
+        self.register_buffer("table", self.made(2), persistent=persistent)
+
+    def made(self, length: int) -> Tensor:
+        return torch.sin(torch.arange(length)[:, None] / torch.arange(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or len(self.table) < x.shape[1]:
+            self.table = self.made(len(self.table) + x.shape[1])
+        return self.linear(x) + self.table[: x.shape[1]] * len(self.table)
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_table_is_made_at_the_length_that_a_batch_needs(length: int) -> None:
+    """Breaks if a longer one is refused, or if what forward leaves is left on the model."""
+    model, batch = nn.Sequential(Positions(), nn.Linear(4, 4)), {"input": torch.randn(4, length, 4)}
+    plan = autopar.plan(model, autopar.Mesh.parse("dp=2,tp=2", hardware="cpu"), example_inputs=batch, strategy="zero3")
+    assert plan.verify().ok and not plan.interface.updates and len(model[0].table) == 2
+    assert any("0.table: made in each step" in note for note in plan.notes) == (length == 5)
+
+
+def test_what_becomes_longer_in_each_step_is_no_table() -> None:
+    """Breaks if the second step of a program is its first where eager has another one, or if checkpoints differ."""
+    batch = {"input": torch.randn(4, 5, 4)}
+    for positions in (Positions(persistent=True), Positions(always=True)):
+        with pytest.raises(AutoparError, match=r"makes 0.table another buffer than it was"):
+            capture(nn.Sequential(positions), batch)
+
+
 @pytest.mark.moderate
 @pytest.mark.parametrize("does", [_follows, _swaps])
 def test_they_are_written_wherever_the_module_stands(
