@@ -52,8 +52,8 @@ class Reassigned:
                 found = forward(*args, **kwargs)
             changed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
             tables = self._tables(before, lambda: forward(*args, **kwargs))
-            for module, name, was in tables:
-                module._buffers[name] = was
+            for module, name, short in tables:
+                module._buffers[name] = short
             for path, module, name, now in self._buffers():
                 was = before.get((path, name))
                 if was is not now and self._is_written(path, name, was, now):

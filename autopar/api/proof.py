@@ -360,7 +360,7 @@ def expected(
     # A table that became longer stays as it was in a program (`passes/reassigned.py`); what is made of it is compared.
     tables = _not_kept(model) & held.keys() & others.keys()
     longer = {name for name in tables if held[name].shape != others[name].shape}
-    changed |= {n for n, was in others.items() if n in held and not _is_as_it_was(held[n], was)} - longer
+    changed |= {name for name, was in others.items() if name in held and not _is_as_it_was(held[name], was)} - longer
     updates = {name: held[name].detach().clone() for name in sorted(changed)}
     return results, grads, updates
 
