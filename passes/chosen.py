@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
-from autopar.passes.chosen_index import Rows, marks_once
+from autopar.passes.chosen_index import Rows, marks_once, seen_along
 from autopar.passes.chosen_joined import joined
 from autopar.passes.chosen_loops import Loops, Over, looped
 from autopar.passes.chosen_operators import CHOSEN, FIRST, SPREAD, prime_after
@@ -96,7 +96,7 @@ class Choosing(TorchFunctionMode):
             return NotImplemented
         places = compat.known_value(mask, _places_of) if mask.dtype == torch.bool and mask.dim() else None
         if places is not None:
-            flat = x.flatten(dim, dim + mask.dim() - 1)
+            flat = seen_along(x, mask, dim)
             return flat.clone() if len(places) == mask.numel() else flat.index_select(dim, lifted(places))
         rows = self.number(mask)
         if rows is None:

@@ -63,6 +63,11 @@ class Rows:
         return rows if order == sorted(order) else rows.permute([*order, *behind])
 
 
+def seen_along(x: Tensor, mask: Tensor, dim: int = 0) -> Tensor:
+    """x with one dim, from `dim` on, for those that it has of a mask."""
+    return x if mask.dim() == 1 else x.flatten(dim, dim + mask.dim() - 1)
+
+
 def marks_once(mask: Tensor, dims: Sequence[int]) -> bool:
     """Whether a mask is set once at most along a dim: where the numbers of a `topk` along it, which differ, are one."""
     node = compat.node_of(mask)

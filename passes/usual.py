@@ -39,6 +39,7 @@ from autopar.base.torch_compat.values import computed
 from autopar.ir.program import Program
 from autopar.passes import counting
 from autopar.passes.checks import frame_of_model, passing
+from autopar.passes.chosen_index import seen_along
 from autopar.passes.source import source_of, stands_at
 
 _ASKING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {
@@ -194,11 +195,11 @@ class Usual(TorchFunctionMode):
             if one_each and self._takes_everything(mask, sys._getframe(1)):
                 if written:
                     return source.copy_(written[0].reshape(source.shape))
-                return source.flatten(0, mask.ndim - 1).clone()
+                return seen_along(source, mask).clone()
         if func is Tensor.__getitem__ and isinstance(args[1], tuple) and (at := _masked_dim(*args)) is not None:
             source, mask = args[0], args[1][at[0]]
             if self._takes_everything(mask, sys._getframe(1)):
-                return source.flatten(at[1], at[1] + mask.ndim - 1).clone()
+                return seen_along(source, mask, at[1]).clone()
             value = compat.value_from(mask, {}) if mask.ndim == 1 else None
             if value is not None:
                 with computed():

@@ -145,7 +145,7 @@ class Blocks:
         if (heard := self._heard(tensors)) < 0:
             raise NotRepeated(f"{path} is given a number that is another one in each step")
         for known in self.traced if call is not None else ():
-            if known.call == call and self._is_same(known, path):
+            if known.call == call and self._is_same(known, path) and _holds_the_same(known, tensors):
                 numbers = None if known.kept is None else known.kept.of(cache, self.paths[path])
                 if known.kept is None or numbers is not None:
                     self.repeats += 1
@@ -184,6 +184,7 @@ class Blocks:
         same = {id(tensor): place for place, tensor in enumerate(inner)}
         changed = [] if lent is None else lent.results()
         made = [leaf for leaf in (*results, *changed) if isinstance(leaf, Tensor) and id(leaf) not in same]
+        found.values = _values_asked(inner, [*tensors, *states], path)
         returned = results[: len(results) - len(values)]
         if any(is_watched(leaf) or not (leaf is cache or isinstance(leaf, (Tensor, *PLAIN))) for leaf in returned):
             raise NotRepeated(f"{path} returns what is neither a tensor nor plain")
@@ -262,6 +263,28 @@ def _may_alias(node: fx.Node) -> bool:
     schema = node.target._schema
     name = schema.name.rpartition("::")[2]
     return name in _SOMETIMES_VIEWS or any(result.alias_info is not None for result in schema.returns)
+
+
+def _values_asked(inner: Sequence[Tensor], given: Sequence[Tensor], path: str) -> dict[int, Tensor]:
+    """What those tensors hold, by their place, that a block's forward was traced for the values of."""
+    found: dict[int, Tensor] = {}
+    for place, tensor in enumerate(inner):
+        if compat.was_asked(compat.node_of(tensor)):
+            value = compat.value_from(given[place], {})
+            if value is None:
+                raise NotRepeated(f"{path} goes by values that are written later")
+            found[place] = value
+    return found
+
+
+def _holds_the_same(known: Traced, given: Sequence[Tensor]) -> bool:
+    """Whether what a block is given holds the values that one was traced for."""
+    for place, value in known.values.items():
+        other = compat.value_from(given[place], {})
+        with compat.outside_of_tracing():
+            if other is None or not torch.equal(value, other):
+                return False
+    return True
 
 
 def _again(known: Traced, given: list[Tensor], path: str) -> list[Tensor]:

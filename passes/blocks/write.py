@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autopar.ir.names import block_path
 from autopar.ir.nodes import ROW, map_nodes
@@ -24,9 +24,10 @@ class Traced:
     """A block that was traced: its path, what its forward read, how it was called, what it calls the tensors among its
     arguments, and what it gave.
 
-    plain: how many of the tensors that it is given are no states of a cache. kept: what it keeps in one. sets: the
-    attributes that it sets. results: one is a tensor that was made (shape, stride, dtype, device), one that was given
-    (its place), the cache, or plain; what it sets stands behind what it returns, the states come last.
+    plain: how many of the tensors that it is given are no states of a cache. kept: what it keeps in one. values: what
+    those that it is given hold, by their place, whose values its forward went by. sets: the attributes that it sets.
+    results: one is a tensor that was made (shape, stride, dtype, device), one that was given (its place), the cache, or
+    plain; what it sets stands behind what it returns, the states come last.
     """
 
     key: int
@@ -36,6 +37,7 @@ class Traced:
     words: list[str]
     plain: int
     kept: Kept | None = None
+    values: dict[int, Tensor] = field(default_factory=dict)
     sets: tuple[Place, ...] = ()
     result: Any = None
     results: list[tuple[str, Any]] = field(default_factory=list)

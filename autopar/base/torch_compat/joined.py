@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autopar.base.torch_compat.handed_on import handed_in
 from autopar.base.torch_compat.written import writes_into
 
 aten = torch.ops.aten
@@ -26,7 +27,11 @@ _SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, a
 
 
 def computed_by(node: fx.Node) -> Computed:
-    """What gives the value of a node: what it calls, or the same part of the one tensor that it is a part of."""
+    """What gives the value of a node: what it calls, the same part of the one tensor that it is a part of, or what a
+    block is handed.
+    """
+    if (source := handed_in(node)) is not None:
+        return aten.alias.default, (source,), {}
     return _part_of_joined(node) or (node.target, node.args, dict(node.kwargs))  # type: ignore[return-value]
 
 

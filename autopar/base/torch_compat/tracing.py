@@ -45,6 +45,8 @@ from autopar.base.torch_compat.frames import is_tracer_file as is_tracer_file
 from autopar.base.torch_compat.frames import model_frames as model_frames
 from autopar.base.torch_compat.frames import model_source_line as model_source_line
 from autopar.base.torch_compat.frames import own_frames
+from autopar.base.torch_compat.handed_on import handed_in, note_asked
+from autopar.base.torch_compat.handed_on import was_asked as was_asked
 from autopar.base.torch_compat.joined import Computed, computed_by, nodes_in
 from autopar.base.torch_compat.recorder import current, recorded
 from autopar.base.torch_compat.stand_ins import another as another
@@ -160,6 +162,7 @@ def value_of(last: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tens
     if sources is None:
         return None
     needed, held, _ = sources
+    note_asked(needed)
     with outside_of_tracing():
         writes = any(map(is_mutable, needed))
         made: dict[fx.Node, Any] = {node: x.clone() if writes else x for node, x in {**given, **held}.items()}
@@ -200,6 +203,8 @@ def made_of(
             continue
         if node.op != "call_function" or not _is_computed(node.target):
             return None
+        if (source := handed_in(node)) is not None and made_of(source, ()) is None:
+            return None  # what is given here may be other values for the next block
         needed[node] = computed_by(node)
         waiting += [each for each in nodes_in(needed[node]) if each not in needed]
     return needed, held, read
@@ -220,7 +225,7 @@ def _is_computed(target: Any) -> bool:
     """
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
-    if target.namespace == "autopar_chosen":
+    if target.namespace in ("autopar_chosen", "autopar_capture"):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags
 
