@@ -27,6 +27,8 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Each tier has several processes that import the same files: what Python made of them is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@sed -n '3,6s/^# *//p' $(firstword $(MAKEFILE_LIST))

@@ -1,14 +1,13 @@
 """Run a function on several local gloo processes: `launch(work, 4, *args)` -> results in rank order.
 
-The processes are started once and kept (importing torch costs seconds); each call gets a process group of its own.
-`work` must be importable by name; arguments and results are pickled.
+The processes are forked off one that has imported what most need (`imported.py`) and done nothing else; they are kept,
+and each call gets a process group of its own. `work` must be importable by name; arguments and results are pickled.
 """
 
 from __future__ import annotations
 
 import atexit
 import multiprocessing
-import os
 import pickle
 import tempfile
 import time
@@ -19,8 +18,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-from tests import collector
 
 _workers: list[tuple[BaseProcess, Connection]] = []
 
@@ -71,7 +68,8 @@ def _answers(num_ranks: int, deadline: float) -> list[tuple[bool, Any]]:
 
 
 def _start(num_ranks: int) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.dist.imported"])
     while len(_workers) < num_ranks:
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there,), daemon=True)
@@ -91,13 +89,12 @@ def stop() -> None:
 
 
 def _serve(connection: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    collector.collect_less_often()
+    import numpy as np
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    collector.keep_what_lives()
+    np.random.seed()  # as processes that were started one by one: Python reseeds its own numbers itself
     while True:
         try:
             work, args, rank, num_ranks, store, timeout_s = pickle.loads(connection.recv_bytes())
