@@ -61,12 +61,13 @@ dist: $(STAMP)
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_OPTIONS)
 
+# Pyright takes as long as the others together, and beside them; what each finds is printed.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python .ci/check_imports.py
-	$(BIN)/python .ci/check_wheel.py
-	$(BIN)/mypy & $(BIN)/pyright && wait $$!
+	$(BIN)/pyright & pyright=$$!; found=0; \
+	  { $(BIN)/python .ci/check_imports.py && $(BIN)/python .ci/check_wheel.py && $(BIN)/mypy; } || found=1; \
+	  wait $$pyright && exit $$found
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.trainer import Trainer as _Theirs
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import tree_map
@@ -118,7 +118,7 @@ class ForCompiled(_Trainer):
             share_random_states()
 
 
-class Trainer(ForCompiled, transformers.Trainer):
+class Trainer(ForCompiled, _Theirs):
     """transformers' own, for compiled models."""
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import trl
 from torch import Tensor, nn
-from transformers import Trainer as _Trainer
+from transformers.trainer import Trainer as _Trainer
 from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
 from autopar.base.errors import AutoparError

@@ -21,7 +21,7 @@ def checker() -> ModuleType:
 
 
 def rules_of(checker: ModuleType, path: str, text: str) -> list[str]:
-    return [rule for _, rule in checker.of_file(path, ast.parse(text))]
+    return [rule for _, rule in checker.of_file(path, checker.reached_by(ast.parse(text)))]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def late():
     from autopar import d
 """
     modules = {f"autopar.{name}": f"autopar/{name}.py" for name in "abcd"}
-    edges = dict(checker.edges_of("autopar.a", ast.parse(text), modules))
+    edges = dict(checker.edges_of("autopar.a", checker.reached_by(ast.parse(text)), modules))
     assert edges == {"autopar.b": 4, "autopar.c": 6, "autopar.d": 7}
 
 
@@ -80,6 +80,10 @@ def test_what_one_file_may_not_do(checker: ModuleType) -> None:
     late = "def f():\n    from autopar.ir import program"
     assert rules_of(checker, "autopar/cost/a.py", late) == ["autopar.ir.program is imported inside a function"]
     assert rules_of(checker, "autopar/cli/a.py", late) == []
+    deep = "class A:\n async def f(self):\n  if self:\n   def g():\n    import autopar.ir.program"
+    assert rules_of(checker, "autopar/cost/a.py", deep) == ["autopar.ir.program is imported inside a function"]
+    called = "def f():\n    return importlib.import_module('transformers')"
+    assert "transformers is imported in" in rules_of(checker, "autopar/cost/a.py", called)[0]
     assert rules_of(checker, "autopar/views/a.py", "def f():\n    import matplotlib") == []
 
 

@@ -94,7 +94,7 @@ def has_encoder(model: nn.Module) -> bool:
 
 def _without_rules(model: Any) -> Any:
     """A configuration of `generate()` with nothing of the model's but where a sequence begins."""
-    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationConfig
 
     names = ("decoder_start_token_id", "bos_token_id")
     return GenerationConfig(**{name: getattr(model.generation_config, name) for name in names})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -14,12 +15,11 @@ from autopar.base.errors import AutoparError
 def library() -> Any:
     """The module. Raises AutoparError where it is not installed."""
     try:
-        import transformers
+        return importlib.import_module("transformers")
     except ImportError as error:
         raise AutoparError(
             "This model needs transformers, which is not installed", remedy="pip install 'autopar[hf]'"
         ) from error
-    return transformers
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class Chooser:
         self, model: Any, prompt: Sequence[int], new_tokens: int, options: Mapping[str, Any], seed: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        from transformers import LogitsProcessorList
+        from transformers.generation.logits_process import LogitsProcessorList
 
         try:
             config, _ = model._prepare_generation_config(None, **options)

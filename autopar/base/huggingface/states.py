@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers.cache_utils as cache_utils
 from torch import Tensor
-from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionLayer
 from transformers.utils import ModelOutput
 

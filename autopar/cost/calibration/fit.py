@@ -108,24 +108,34 @@ def _loss(halves: NDArray[np.float64], sizes: NDArray[np.float64], speed: NDArra
 
 def _descend(start: Sequence[float], sizes: NDArray[np.float64], speed: NDArray[np.float64]) -> NDArray[np.float64]:
     """Levenberg and Marquardt's steps in the logs of the halves, reweighted so that absolute errors count."""
-    logs, damping = np.log(np.array(start)), 1e-2
-    halves = np.exp(logs)
+    logs: NDArray[np.float64] = np.log(np.array(start))
+    damping = 1e-2
     for _ in range(200):
-        top = speed + _log_slowdown(halves, sizes)
-        error = top - np.median(top)
-        slopes = np.concatenate([halves[:, None] / (sizes + halves[:, None]), -np.ones((1, len(speed)))]).T
-        weights = 1.0 / np.maximum(np.abs(error), 3e-3)
-        system = slopes.T @ (weights[:, None] * slopes)
-        system += damping * np.diag(np.diag(system) + 1e-6)
-        step = np.linalg.solve(system, -slopes.T @ (weights * error))[:4]
-        tried = np.clip(logs + np.clip(step, -1.0, 1.0), np.log(1e-4), np.log(1e9))
-        if _loss(np.exp(tried), sizes, speed) < _loss(halves, sizes, speed):
-            logs, halves, damping = tried, np.exp(tried), max(damping / 3, 1e-9)
+        tried = _stepped(logs, damping, sizes, speed)
+        if _loss(np.exp(tried), sizes, speed) < _loss(np.exp(logs), sizes, speed):
+            logs, damping = tried, max(damping / 3, 1e-9)
         else:
             damping *= 4
         if damping > 1e8:
             break
+    halves: NDArray[np.float64] = np.exp(logs)
     return halves
+
+
+def _stepped(
+    logs: NDArray[np.float64], damping: float, sizes: NDArray[np.float64], speed: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Where one step leads. In a function of its own: Pyright tries types of a loop over arrays again and again."""
+    halves = np.exp(logs)
+    top = speed + _log_slowdown(halves, sizes)
+    error = top - np.median(top)
+    slopes = np.concatenate([halves[:, None] / (sizes + halves[:, None]), -np.ones((1, len(speed)))]).T
+    weights = 1.0 / np.maximum(np.abs(error), 3e-3)
+    system = slopes.T @ (weights[:, None] * slopes)
+    system += damping * np.diag(np.diag(system) + 1e-6)
+    step = np.linalg.solve(system, -slopes.T @ (weights * error))[:4]
+    tried: NDArray[np.float64] = np.clip(logs + np.clip(step, -1.0, 1.0), np.log(1e-4), np.log(1e9))
+    return tried
 
 
 def _log_slowdown(halves: NDArray[np.float64], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
