@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ import autopar
 from autopar.base.errors import AutoparError
 from tests.dist.pipelining import model_and_batch
 from tests.dist.runtime.work import full
+from tests.dist.training import as_under_torchrun
 
 Setting = tuple[dict[str, int], Any]
 """Sizes of the mesh, strategy."""
@@ -240,3 +245,18 @@ def fed(setting: Setting, folder: str, goes_on: bool, own: bool) -> list[list[in
     for _ in range(2):
         found += [full(batch)[:, 0].int().tolist() for batch in loader]
     return found
+
+
+def ran(script: str, options: list[str]) -> dict[int, str]:
+    """The losses that a script prints, as torchrun starts it."""
+    as_under_torchrun()
+    sys.argv = [script, *options]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return steps_of(printed.getvalue())
+
+
+def steps_of(printed: str) -> dict[int, str]:
+    """Losses by step, as lines have them: `step 3  loss 5.1`."""
+    lines = [line.split() for line in printed.splitlines() if line.startswith("step ")]
+    return {int(line[1]): line[3] for line in lines}

@@ -124,21 +124,21 @@ def test_the_same_script_comes_back_after_a_crash(tmp_path: Path) -> None:
     """Breaks if torchrun's next attempt begins anew, or does other steps than a run that was not interrupted; or if the
     script does not go on where a machine stays away, on fewer ranks, with the same data.
     """
-
-    def run(folder: str, *options: str, ranks: int = 2, steps: int = 14) -> dict[int, str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += ["--max-restarts", "1", str(EXAMPLES / "train_for_weeks.py"), "--mesh", f"dp={ranks}"]
-        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        command += ["--steps", str(steps), "--folder", str(tmp_path / folder), *options]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr[-3000:]
-        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
-        return {int(line[1]): line[3] for line in lines}
-
-    crashed, whole = run("crashed", "--crash-at", "8"), run("whole", steps=18)
+    script = str(EXAMPLES / "train_for_weeks.py")
+    at = {name: ["--folder", str(tmp_path / name)] for name in ("crashed", "whole")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", script, "--mesh", "dp=2", "--steps", "14", *at["crashed"], "--crash-at", "8"]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    crashed = checkpoints.steps_of(done.stdout)
     assert (tmp_path / "crashed" / "crashed").exists()
+    # The others as torchrun would start them, in processes that have imported torch.
+    options = ["--mesh", "dp=2", "--steps", "18", *at["whole"]]
+    whole, _ = launch(checkpoints.ran, 2, script, options, timeout_s=120.0)
     assert crashed == {step: whole[step] for step in range(1, 15)}
-    fewer = run("crashed", ranks=1, steps=18)
+    options = ["--mesh", "dp=1", "--steps", "18", *at["crashed"]]
+    (fewer,) = launch(checkpoints.ran, 1, script, options, timeout_s=120.0)
     assert {step: float(loss) for step, loss in fewer.items()} == pytest.approx(
         {step: float(whole[step]) for step in range(15, 19)}, rel=1e-4
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +20,7 @@ import autopar
 from autopar.integrations.accelerate import Accelerator
 from autopar.integrations.transformers import Trainer
 from tests.dist import script, training
+from tests.dist.training import as_under_torchrun
 
 Model = Any
 VOCABULARY = 48
@@ -84,15 +83,6 @@ def outcome(made: Any) -> dict[str, Any]:
     logs = [{k: v for k, v in log.items() if not k.endswith(timing)} for log in history]
     state = {name: script.whole(x).detach().cpu().clone() for name, x in made.model.named_parameters()}
     return {"logs": logs, "parameters": state, "flos": made.state.total_flos}
-
-
-def as_under_torchrun(is_one: bool = False) -> None:
-    """What torchrun says to a process; a process alone is told nothing."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    if not is_one:
-        rank, num = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=num, LOCAL_WORLD_SIZE=num)
 
 
 def one(dropout: float = 0.0) -> Model:

@@ -30,6 +30,15 @@ def model_and_batch(name: str, dtype: torch.dtype, dropout: float) -> tuple[nn.M
     return loaded.model, dict(loaded.batch)
 
 
+def as_under_torchrun(is_one: bool = False) -> None:
+    """What torchrun says to a process; a process alone is told nothing."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if not is_one:
+        rank, num = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=num, LOCAL_WORLD_SIZE=num)
+
+
 def batches(batch: Mapping[str, Any], steps: int) -> list[dict[str, Any]]:
     """The batch, with its rows turned by one from step to step."""
     return [{key: value.roll(step, 0) for key, value in batch.items()} for step in range(steps)]
