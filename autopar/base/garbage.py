@@ -24,6 +24,7 @@ def without_collection() -> Iterator[None]:
 
 _LOCK = threading.Lock()
 _inside = 0
+_froze = False
 _thresholds = (0, 0, 0)
 OFTEN = (50_000, 20, 20)
 """As `gc.set_threshold` has them, for what makes graphs: many objects that live long, and few circles among them."""
@@ -38,12 +39,13 @@ def older_spared() -> Iterator[None]:
     What becomes garbage of what was there is let go after it; so is what was there when `spare` was called. Where
     somebody has called `gc.freeze()`, nothing is done: undoing it would undo theirs.
     """
-    global _inside, _thresholds
+    global _inside, _froze, _thresholds
     with _LOCK:
-        froze = _inside > 0 or not gc.get_freeze_count()
-        if froze:
-            _inside += 1
-            if _inside == 1:
+        _inside += 1
+        if _inside == 1:
+            # Once, not at each that lies in another: what is frozen is counted one by one.
+            _froze = not gc.get_freeze_count()
+            if _froze:
                 gc.freeze()
                 _thresholds = gc.get_threshold()
                 if 0 < _thresholds[0] < OFTEN[0]:
@@ -51,17 +53,17 @@ def older_spared() -> Iterator[None]:
     try:
         yield
     finally:
-        if froze:
-            with _LOCK:
-                _inside -= 1
-                if not _inside:
-                    gc.unfreeze()
-                    if gc.get_threshold() == OFTEN:
-                        gc.set_threshold(*_thresholds)
+        with _LOCK:
+            _inside -= 1
+            if not _inside and _froze:
+                _froze = False
+                gc.unfreeze()
+                if gc.get_threshold() == OFTEN:
+                    gc.set_threshold(*_thresholds)
 
 
 def spare() -> None:
     """Inside `older_spared` also what there is by now: what is kept to the end need not be walked until then."""
     with _LOCK:
-        if _inside:
+        if _froze:
             gc.freeze()

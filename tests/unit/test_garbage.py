@@ -7,7 +7,7 @@ from torch import nn
 
 import autopar
 from autopar.api import planning
-from autopar.base.garbage import OFTEN, older_spared
+from autopar.base.garbage import OFTEN, older_spared, spare
 from autopar.planner import decide
 
 
@@ -41,8 +41,21 @@ def test_what_a_user_froze_stays_frozen():
     gc.set_threshold(700, 10, 10)
     gc.freeze()
     with older_spared():
+        with older_spared():
+            spare()
         assert gc.get_threshold() == (700, 10, 10)
     assert gc.get_freeze_count() > 1000
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch):
+    """Breaks if each call in another walks through all that somebody froze."""
+    counted = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 1000)
+    with older_spared(), older_spared():
+        pass
+    assert len(counted) == 1
+    with older_spared():
+        assert len(counted) == 2, "who has let go of it since is spared"
 
 
 def test_garbage_is_searched_for_less_often_inside_alone():
