@@ -70,12 +70,15 @@ def _answers(num_ranks: int, deadline: float) -> list[tuple[bool, Any]]:
 def _start(num_ranks: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.dist.imported"])
+    started = len(_workers)
     while len(_workers) < num_ranks:
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there,), daemon=True)
         process.start()
         there.close()
         _workers.append((process, here))
+    for _, connection in _workers[started:]:
+        connection.recv_bytes()  # the time that work may take begins when all is imported
 
 
 @atexit.register
@@ -94,6 +97,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    connection.send_bytes(b"")
     np.random.seed()  # as processes that were started one by one: Python reseeds its own numbers itself
     while True:
         try:
