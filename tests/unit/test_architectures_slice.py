@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("pair", "column", "wanted"),
     [pytest.param(*each, id=f"{each[0].architecture}-{each[1]}") for each in chosen(load(), autopar.__version__)],
