@@ -426,6 +426,7 @@ def _without_writes(
     modules = list(graph_modules(exported.graph_module))
     for module in modules:
         mutation.without_idle_dropout(module)
+        mutation.detached_as_values(module)
         mutation.part_detached(module, origin_of)
         mutation.detach_operands(module)
     by_one_name(exported)

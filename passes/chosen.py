@@ -179,7 +179,8 @@ class Choosing(TorchFunctionMode):
         mask = self.loops.narrowed(mask)
         rows, shape = self.number(mask), tuple(mask.shape)
         if rows is None:
-            return NotImplemented
+            known = compat.known_value(mask, lambda value: value.nonzero(as_tuple=True))
+            return NotImplemented if known is None else tuple(map(lifted, known))
         found = []
         for dim, size in enumerate(shape):
             if self.within.outer(mask) is not None:

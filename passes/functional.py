@@ -321,8 +321,8 @@ def _may_alias(node: fx.Node) -> bool:
     """Whether a result lies where an operand does, or may: views, what returned its operand as it was (dropout that
     drops nothing), and what wraps a graph of its own.
     """
-    if node.op != "call_function":
-        return False
+    if node.op != "call_function" or node.target is _aten.lift_fresh_copy.default:
+        return False  # a copy of numbers: its stand-in lies where they do
     if not isinstance(node.target, compat.OpOverload) or mutation.is_view(node):
         return True
     made = [each for each in compat.tree_flatten(node.meta.get("val"))[0] if isinstance(each, Tensor)]

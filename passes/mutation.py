@@ -142,6 +142,26 @@ def without_idle_dropout(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
+def detached_as_values(module: fx.GraphModule) -> None:
+    """What is detached in place becomes a value that is detached, in place: torch's own trace would differentiate it.
+
+    x.detach_(); y = x * w  →  d = x.detach(); y = d * w
+
+    Python's own numbers (`torch.tensor([1.0, 2.0])`) have no gradient before anything was done with them.
+    """
+    for node in list(module.graph.nodes):
+        source = node.args[0] if node.target is _aten.detach_.default else None
+        if not isinstance(source, fx.Node) or source.op != "call_function":
+            continue
+        value = source
+        if source.target is not _aten.lift_fresh_copy.default or next(iter(source.users)) is not node:
+            with module.graph.inserting_before(node):
+                value = module.graph.call_function(_aten.detach.default, (source,))
+            value.meta = dict(node.meta)
+        node.replace_all_uses_with(value)
+        module.graph.erase_node(node)
+
+
 def unsaid_views(graph: fx.Graph) -> set[compat.OpOverload]:
     """The operators that gave views which their schemas do not say (`einsum` of one operand), of what is written later.
 

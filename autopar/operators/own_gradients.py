@@ -271,8 +271,10 @@ def _recorded(kind: Any, forward: Callable[..., Any], owner: int, inputs_are_wan
             return forward(*args)
         if kind is CheckpointFunction:  # what it runs again has the gradient of its operators
             again = _checkpointed(*args)
+            if any(args[0].needs_input_grad):
+                return again
             # As in eager: what it runs gets no gradient where none of what it is given wants one.
-            return again if inputs_are_wanted or any(args[0].needs_input_grad) else _without_gradient(again)
+            return _as_views(again) if inputs_are_wanted else _without_gradient(again)
         given = args if has_setup else args[1:]
         floating = [isinstance(x, Tensor) and x.is_floating_point() for x in given]
         context = Context(floating)
@@ -285,7 +287,9 @@ def _recorded(kind: Any, forward: Callable[..., Any], owner: int, inputs_are_wan
                 kind.setup_context(context, given, found)
         finally:
             set_grad_enabled(False)
-        return _with_gradient(kind, context, given, floating, found)
+        found = _with_gradient(kind, context, given, floating, found)
+        wants = any(x.requires_grad for x in given if isinstance(x, Tensor))
+        return _as_views(found) if inputs_are_wanted and not wants else found
 
     return run
 
@@ -295,6 +299,18 @@ def _checkpointed(ctx: Any, function: Callable[..., Any], preserves: bool, *args
     set_grad_enabled(True)
     try:
         return function(*args)
+    finally:
+        set_grad_enabled(False)
+
+
+def _as_views(found: Any) -> Any:
+    """What a function gives, where a trace's tensors do not say that it was given what wants a gradient: torch detaches
+    the results then in place, but for views.
+    """
+    leaves, spec = tree_flatten(found)
+    set_grad_enabled(True)
+    try:
+        return tree_unflatten([x.view_as(x) if isinstance(x, Tensor) else x for x in leaves], spec)
     finally:
         set_grad_enabled(False)
 

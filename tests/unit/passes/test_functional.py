@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.torch_compat import tracing
+from autopar.passes.capture import capture
 from autopar.passes.functional import make_functional, written_apart
 
 
@@ -159,12 +160,43 @@ def _all_of_it(net: Net, y: Tensor) -> Tensor:
     return whole.mean((2, 3)) * found[:, :, 0].mean(2) + net.mean
 
 
+def _of_numbers(net: Net, y: Tensor) -> Tensor:
+    """Python's own numbers, some of which are written; none at all; and those that are made without gradients."""
+    plain, written = torch.tensor([1.0, 2.0, 3.0, 4.0]), y.new_tensor([4.0, 3.0, 2.0, 1.0])
+    written[1:3] = y.mean((0, 2, 3))[:2]
+    written.mul_(2)
+    with torch.no_grad():
+        table = torch.tensor([0.5, 0.25])
+        table[0] = plain[3]
+    return torch.cat([torch.tensor([]), (y.mean((2, 3)) * written + plain).flatten(), table])
+
+
+def _numbers_detached_later(net: Net, y: Tensor) -> Tensor:
+    """Numbers that had a gradient when they were detached, through a part of them."""
+    numbers = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=y.dtype)
+    numbers[:2].mul_(y.mean())
+    numbers.detach_()
+    return y.mean((2, 3)) * numbers
+
+
+def _detached(net: Net, y: Tensor) -> Tensor:
+    """What was made of it before has a gradient, as has a view; what is written afterwards has one of its own."""
+    once = y * 2
+    before, part = once.sum((2, 3)), once[:, 1:]
+    once.detach_()
+    again = y * 3
+    again.detach_().mul_(2)
+    again[:, 0] = y[:, 1]
+    return before * once.mean((2, 3)) + part.square().mean() + (again * y).mean((2, 3))
+
+
 @pytest.mark.moderate
 @pytest.mark.parametrize(
     "how",
     [_counted, _viewed_before, _viewed_after, _idle_dropout, _turned, _in_parts, _part_is_read_on,
      _views_are_read_on, _table, _given_to_no_grad, _what_was_written_is_read, _dropped_in_place, _shifted,
-     _read_on_through_another, _read_on_through_what_was_written, _written_twice, _all_of_it],
+     _read_on_through_another, _read_on_through_what_was_written, _written_twice, _all_of_it,
+     _of_numbers, _numbers_detached_later, _detached],
     ids=lambda how: how.__name__,
 )  # fmt: skip
 def test_what_is_written_is_what_eager_writes(how: Callable[[Net, Tensor], Tensor]) -> None:
@@ -191,6 +223,12 @@ def test_plain_writes_are_not_traced_again(how: Callable[[Net, Tensor], Tensor])
     assert make_functional(exported) is (how in plain)
     kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
     assert kinds == ["BUFFER_MUTATION"] * {_counted: 5, _in_parts: 1, _all_of_it: 1}.get(how, 0) + ["USER_OUTPUT"]
+
+
+def test_numbers_of_pythons_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a model that makes a tensor of Python's own numbers goes through torch's own trace."""
+    monkeypatch.setattr("autopar.passes.capture.retraced", None)
+    assert capture(Net(_of_numbers), {"x": torch.randn(4, 3, 6, 6)})
 
 
 class Overlapping(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -266,6 +267,26 @@ def test_a_checkpoint_of_what_wants_no_gradient_gives_none(is_wanted: bool) -> N
     plan = autopar.plan(OfInputs(), autopar.Mesh("dp=2", "cpu"), example_inputs={"x": x}, strategy="ddp")
     trained = {each.name for each in plan.interface.parameters if each.is_reached((0,))}
     assert plan.verify().ok and ("first.weight" in trained) == is_wanted
+
+
+class OfAFunction(nn.Module):
+    def __init__(self, apply: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.apply_it = nn.Linear(8, 8), apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(self.apply_it(x)) * x).square().mean()
+
+
+@pytest.mark.parametrize("apply", [rounded, lambda x: Rounded.apply(x) * 2], ids=["bound", "looked up"])
+def test_a_function_of_the_batch_gives_it_its_gradient(apply: Callable[[Tensor], Tensor]) -> None:
+    """Breaks if what a function of its own makes of an input that wants a gradient is detached, as torch does with
+    results of tensors that want none, which those that are traced are.
+    """
+    x = torch.randn(4, 8).requires_grad_()
+    plan = autopar.plan(OfAFunction(apply), autopar.Mesh("dp=2", "cpu"), example_inputs={"x": x}, strategy="ddp")
+    proof = plan.verify()
+    assert proof.ok and "gradient of input x" in {each.name for each in proof.comparisons}
 
 
 @pytest.mark.moderate
