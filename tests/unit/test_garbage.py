@@ -30,6 +30,13 @@ def test_older_objects_are_spared_inside_alone():
     assert gc.get_freeze_count() == 0
 
 
+def test_nothing_is_spared_when_it_is_over():
+    with older_spared():
+        spare()
+    spare()
+    assert gc.get_freeze_count() == 0
+
+
 def test_an_error_gives_them_back():
     with pytest.raises(ZeroDivisionError), older_spared():
         raise ZeroDivisionError
@@ -40,11 +47,14 @@ def test_an_error_gives_them_back():
 def test_what_a_user_froze_stays_frozen():
     gc.set_threshold(700, 10, 10)
     gc.freeze()
+    frozen = gc.get_freeze_count()
+    assert frozen > 1000
     with older_spared():
+        later = [[] for _ in range(1000)]
         with older_spared():
             spare()
         assert gc.get_threshold() == (700, 10, 10)
-    assert gc.get_freeze_count() > 1000
+    assert abs(gc.get_freeze_count() - frozen) < len(later), "what came later is still searched through"
 
 
 def test_what_is_frozen_is_counted_once(monkeypatch):
