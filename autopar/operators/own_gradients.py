@@ -287,9 +287,7 @@ def _recorded(kind: Any, forward: Callable[..., Any], owner: int, inputs_are_wan
                 kind.setup_context(context, given, found)
         finally:
             set_grad_enabled(False)
-        found = _with_gradient(kind, context, given, floating, found)
-        wants = any(x.requires_grad for x in given if isinstance(x, Tensor))
-        return _as_views(found) if inputs_are_wanted and not wants else found
+        return _with_gradient(kind, context, given, floating, found)
 
     return run
 
@@ -304,8 +302,8 @@ def _checkpointed(ctx: Any, function: Callable[..., Any], preserves: bool, *args
 
 
 def _as_views(found: Any) -> Any:
-    """What a function gives, where a trace's tensors do not say that it was given what wants a gradient: torch detaches
-    the results then in place, but for views.
+    """What a checkpoint gives, where a trace's tensors do not say that it was given what wants a gradient: torch
+    detaches the results then in place, but for views.
     """
     leaves, spec = tree_flatten(found)
     set_grad_enabled(True)

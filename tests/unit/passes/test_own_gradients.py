@@ -280,11 +280,37 @@ class OfAFunction(nn.Module):
 
 @pytest.mark.parametrize("apply", [rounded, lambda x: Rounded.apply(x) * 2], ids=["bound", "looked up"])
 def test_a_function_of_the_batch_gives_it_its_gradient(apply: Callable[[Tensor], Tensor]) -> None:
-    """Breaks if what a function of its own makes of an input that wants a gradient is detached, as torch does with
-    results of tensors that want none, which those that are traced are.
-    """
+    """Breaks if an input that wants a gradient does not get the one that a function of its own says."""
+    _has_input_gradient(OfAFunction(apply))
+
+
+class Weighed(OfAFunction):
+    """The function reads a parameter that it is not given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+
+        class Weighing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * weight[0]
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Any:
+                return 2 * grads[0]
+
+        weighed: Tensor = Weighing.apply(x)
+        return (self.linear(weighed) * x).square().mean()
+
+
+def test_a_function_of_the_batch_that_reads_a_parameter() -> None:
+    """Breaks if the parameter gets a gradient, or the input none."""
+    _has_input_gradient(Weighed(torch.relu))
+
+
+def _has_input_gradient(model: nn.Module) -> None:
     x = torch.randn(4, 8).requires_grad_()
-    plan = autopar.plan(OfAFunction(apply), autopar.Mesh("dp=2", "cpu"), example_inputs={"x": x}, strategy="ddp")
+    plan = autopar.plan(model, autopar.Mesh("dp=2", "cpu"), example_inputs={"x": x}, strategy="ddp")
     proof = plan.verify()
     assert proof.ok and "gradient of input x" in {each.name for each in proof.comparisons}
 
