@@ -17,7 +17,7 @@ from autopar.passes import interleave
 from benchmarks.training.count import CollectiveCounter
 from tests.dist import training
 
-STEPS = 10
+STEPS = 6
 EAGERLY: dict[str, Any] = {"WORTH": -1.0, "LEAST": 0.0, "ways_of": lambda *_: Ways(0.0, 4e-6, 4e-6)}
 """Of the pass that takes exchanges apart: in a small model all is latency."""
 

@@ -18,7 +18,7 @@ from autopar.cli.models import catalogue
 from benchmarks.training.count import CollectiveCounter
 from tests.nodes import nodes_of_two
 
-STEPS = 20
+STEPS = 10
 RATES = {"mlp": 0.1}
 """Factors of the learning rate: a loss that falls to nothing leaves nothing to compare."""
 OPTIMIZERS = {"adamw": (torch.optim.AdamW, {"lr": 1e-2}), "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})}
