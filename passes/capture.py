@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
+from autopar.base.hooks import hooks_inside
 from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.transforms import by_autograd
@@ -56,6 +57,7 @@ from autopar.passes.fixed_slices import whole_numbers
 from autopar.passes.functional import by_one_name, make_functional
 from autopar.passes.kept import Kept, Unwatched, may_go_by
 from autopar.passes.not_traced import asks_for_values, capture_error, with_line
+from autopar.passes.observers import Observers
 from autopar.passes.one_region import to_program
 from autopar.passes.packed import Packed
 from autopar.passes.plain_reads import PlainReads
@@ -203,7 +205,7 @@ def _with_repeated_blocks(
     """
     with_cache, carries_values, rows = options
     blocks, start = Blocks(model, with_cache=with_cache), start_of(model)
-    if len(blocks.paths) < LEAST_BLOCKS:
+    if len(blocks.paths) < LEAST_BLOCKS or any(hooks_inside(model)):
         return None
     watched = may_go_by(model)
     while True:
@@ -215,7 +217,7 @@ def _with_repeated_blocks(
                 put_buffer(clone, BUFFER, start.wanted.length, mode)
             kept = Kept(clone, (), watched)
             telling = Telling(clone, values_of(model), start, start.wanted, numbers, rows)
-            carries = Carries(clone, numbers, (), telling.made)
+            carries = Carries(clone, numbers, (), telling.made, Observers(clone))
             clone.forward = blocks.within(clone)
             clone.forward = kept.within(counted.within(Reassigned(clone, in_blocks=True).within(clone.forward)))
             clone.forward = carries.within(clone.forward) if carries_values else clone.forward
@@ -286,9 +288,9 @@ def _whole(
         if wanted:
             put_buffer(clone, BUFFER, wanted.length, mode)
         telling = Telling(clone, values_of(model), start, wanted, numbers, rows_among(inputs))
-        carries = Carries(clone, numbers, wanted.held, telling.made)
+        carries = Carries(clone, numbers, wanted.held, telling.made, observers := Observers(clone))
         reassigned = Reassigned(clone)
-        clone.forward = kept.within(counted.within(reassigned.within(clone.forward)))
+        clone.forward = kept.within(counted.within(reassigned.within(observers.within(clone.forward))))
         clone.forward = telling.within(carries.within(clone.forward) if may_carry else clone.forward, carries)
         clone.forward = compat.uncompiled()(clone.forward) if as_eager else clone.forward
         clone.forward = _given(known, chosen, usual.guarding(clone), clone, held if knows_made and not values else {})

@@ -5,7 +5,7 @@
     self.mean = 0.9 * self.mean + 0.1 * x      told to the next step (`told.py`), where it is a number of Python's
 
 Larger ones would be outputs that nobody may want: they are noted (`kept.py`), and so is all of that where a step has
-microbatches or stages.
+microbatches or stages. What forward hooks look at is returned likewise, however large (`observers.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.ir.hooked import HOOK
 from autopar.ir.told import Carried, Held
 from autopar.passes.kept import OWN, called, modules_of, place_in
+from autopar.passes.observers import Observers
 from autopar.passes.read_numbers import Numbers
 
 MOST_CARRIED = 64
@@ -30,12 +32,20 @@ _LISTS = (list, deque)
 
 
 class Carries:
-    """While a model is traced. told: attributes that are told. is_of_step: whether a value is one of the step's."""
+    """While a model is traced. told: attributes that are told. makes: how a number is made of those, if it is.
+    observers: watch its hooks.
+    """
 
     def __init__(
-        self, model: nn.Module, numbers: Numbers, told: Collection[Held], makes: Callable[[Tensor], object]
+        self,
+        model: nn.Module,
+        numbers: Numbers,
+        told: Collection[Held],
+        makes: Callable[[Tensor], object],
+        observers: Observers,
     ) -> None:
         self._model, self._numbers, self._told, self._makes = model, numbers, frozenset(told), makes
+        self._observers = observers
         self.carried: tuple[Carried, ...] = ()
 
     @property
@@ -56,10 +66,11 @@ class Carries:
             lists = {held: list(map(id, value)) for held, value in self._lists()}
             found = forward(*args, **kwargs)
             left = [*self._set(before), *self._added(lists)]
-            if not left or len(left) > MOST_CARRIED:
+            left = [*(left if len(left) <= MOST_CARRIED else ()), *self._observers.left()]
+            if not left:
                 return found
             self.carried = tuple(each for each, _ in left)
-            return found, tuple((x.reshape(()) if each.kind != "tensor" else x).clone() for each, x in left)
+            return found, tuple((x if each.kind in ("tensor", HOOK) else x.reshape(())).clone() for each, x in left)
 
         return run
 

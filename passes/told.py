@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.ir.hooked import HOOK, Look, place_of
 from autopar.ir.program import Program
 from autopar.ir.told import (
     BUFFER,
@@ -368,11 +369,14 @@ class Redrawn(TorchFunctionMode):
         return args[0].copy_(found) if drawn[0].name in IN_PLACE else found
 
 
-def left_on(model: nn.Module, carried: Sequence[Carried]) -> list[Any]:
-    """What a forward in eager has just left on its modules; it is taken from lists."""
+def left_on(model: nn.Module, carried: Sequence[Carried], seen: Mapping[tuple[Look, int], Tensor]) -> list[Any]:
+    """What a forward in eager has just left on its modules; it is taken from lists. seen: what its hooks looked at."""
     added = Counter(each.held for each in carried if each.appends)
     found = {held: [held.of(model).pop() for _ in range(count)] for held, count in added.items()}
-    return [found[each.held].pop() if each.appends else each.held.of(model) for each in carried]
+    return [
+        seen[place_of(each)] if each.kind == HOOK else found[each.held].pop() if each.appends else each.held.of(model)
+        for each in carried
+    ]
 
 
 @contextmanager

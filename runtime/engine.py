@@ -158,7 +158,6 @@ class Engine:
         repeat = None if given is None else self.repeats.find(given)
         if given is not None and repeat is not None and (found := self._repeated(repeat, given.leaves)) is not None:
             return found
-        self.hooks.check()
         call = call_of(self._num_forwards, self.model, args, kwargs)
         self.agreement.begin(call)
         if self.interface is None:
@@ -166,6 +165,7 @@ class Engine:
         with self.comm.trail.doing("plans"):
             executable = self.prepare(args, kwargs)
             interface = executable.interface
+            self.hooks.check(interface.carried)
             self.place(interface)
             inputs = {name: as_changed(x) for name, x in executable.flatten_inputs(args, kwargs).items()}
             program = self._program(executable, inputs)
@@ -200,6 +200,7 @@ class Engine:
         if interface.pipeline is not None and not (self._wants_turns and torch.is_grad_enabled()):
             let_arrive(seen, self._pipelines[executable.key], self.comm, self.first_times.arrive)
         output = executable.output_of(seen, self.model)
+        self.hooks.call(interface.carried, executable.carried_among(seen))
         if given is not None and executable.repeats and interface.pipeline is None:
             held = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]
             with_what = (call, given.leaves, batch.inputs, seen, output, held, constants)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
+from autopar.ir.hooked import HOOK
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime.added import Added
 from autopar.runtime.branches import check_same_ways, other_ways
@@ -63,11 +64,16 @@ class Executable:
 
     def output_of(self, values: Sequence[Any], model: nn.Module) -> Any:
         """What the model's own forward would return; what it leaves on modules is there."""
+        for each, value in zip(self.interface.carried, self.carried_among(values), strict=True):
+            if each.kind != HOOK:
+                each.leave(model, value)
+        return self.rebuild_output(values)
+
+    def carried_among(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Of all outputs those that the step leaves."""
         carried = self.interface.carried
         first = len(values) - len(carried) - bool(self.interface.branches)
-        for each, value in zip(carried, values[first:], strict=False):
-            each.leave(model, value)
-        return self.rebuild_output(values)
+        return values[first : first + len(carried)]
 
     def place_of_loss(self, values: Sequence[Tensor]) -> int:
         """Where the loss stands among a microbatch's outputs.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.caches import states_among
 from autopar.base.torch_compat import tracing
+from autopar.ir.hooked import HOOK
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE, Shard, num_pieces
 from autopar.passes.batching import rows_to_add
@@ -55,11 +56,16 @@ def rows_added(
     more = -rows % pieces
     names = _by_rows(inputs, rows)
     captured = [
-        capture(model, _with_rows(names, rows, num, {}).pad_tree(inputs), precision=precision, training=training)
+        capture(
+            model, _with_rows(names, rows, num, {}).pad_tree(inputs), precision=precision, training=training,
+            tells_ways=True,
+        )
         for num in (rows + more, 2 * (rows + more))
-    ]
-    if any(x.updates or x.by_value or x.granted or x.branches or x.told is not None or x.carried for x in captured):
+    ]  # fmt: skip
+    if any(x.updates or x.by_value or x.granted or x.branches or x.told is not None for x in captured):
         raise AutoparError("the model keeps statistics of the rows of a batch, or does what their values say")
+    if any(each.kind != HOOK for x in captured for each in x.carried):
+        raise AutoparError("the model keeps numbers of a batch on its modules")
     outputs, fill = rows_to_add(captured[0], captured[1])
     if set(fill) - set(names):
         raise AutoparError("labels are not by rows")

@@ -40,6 +40,7 @@ from autopar.ir.values import ValueRef, gradient_key
 from autopar.machine.mesh import Mesh
 from autopar.passes.branches import put_ways
 from autopar.passes.emit import emit, interface_of
+from autopar.passes.observers import Observers
 from autopar.passes.told import as_told, left_on
 from autopar.runtime.branches import other_ways
 from autopar.runtime.microbatches import whole_output
@@ -417,9 +418,10 @@ def _run(
     """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1; None:
     forward alone.
     """
-    with draws, control_flow_by_torch(), as_told(model, program.told):
+    observers = Observers(model)
+    with draws, control_flow_by_torch(), as_told(model, program.told), observers.watched():
         output = _eager(model, inputs)
-        left = left_on(model, program.carried)
+        left = left_on(model, program.carried, observers.in_eager())
     results = tuple(x for x in map(_as_tensor, [*tracing.tree_flatten(output)[0], *left]) if x is not None)
     if program.branches:  # the program's last output: it is to go the ways that eager does
         results = (*results, torch.tensor(len(program.branches)))

@@ -87,7 +87,8 @@ class Steps:
 
     def learn(self, kind: Kind, plan: Plan) -> None:
         """A plan was made for a kind: what its program is told."""
-        self.left |= {each.held for each in plan.interface.carried if not each.appends and each.kind != "tensor"}
+        numbers = (each for each in plan.interface.carried if each.kind in ("float", "int"))
+        self.left |= {each.held for each in numbers if not each.appends}
         if not plan.interface.told:
             return
         self.names |= set(plan.interface.told)

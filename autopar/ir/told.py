@@ -87,7 +87,7 @@ Source = Draw | Held
 @dataclass(frozen=True, slots=True)
 class Carried:
     """A single value that a step leaves on a module. appends: put behind what a list has, not set. kind: float, int or
-    tensor.
+    tensor, or that a hook looks at it, which is called behind the step (`hooked.py`).
     """
 
     held: Held

@@ -116,6 +116,46 @@ class Island(nn.Module):
         return F.linear(self.first(x).float(), self.second.weight.float()).pow(2).mean()
 
 
+def looked_at(compiled: bool, strategy: str = "") -> dict[str, Any]:
+    """A training in which hooks keep features, of which the loss has a term, and numbers for a log; the last batch has
+    another number of rows. What they kept, losses, weights.
+    """
+    torch.manual_seed(0)
+    features: dict[str, Tensor] = {}
+    log: list[float] = []
+    shapes: list[tuple[int, ...]] = []
+
+    def numbers(module: nn.Module, args: Any, output: Tensor) -> None:
+        log.append(float(output.detach().mean()))
+        log.append(output.std().item())
+
+    model: Model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    model[2].register_forward_hook(lambda module, args, output: features.update(middle=output))
+    model[3].register_forward_hook(numbers)
+    model[4].register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    if compiled:
+        axis = "tp" if strategy == "tensor" else "dp"
+        model = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for rows in (8, 8, 5):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        loss = model(x).square().mean() + 0.1 * features["middle"].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    return {
+        "losses": losses,
+        "log": log,
+        "shapes": shapes,
+        "weights": [whole(parameter).sum().item() for parameter in model.parameters()],
+    }
+
+
 def autocasts() -> dict[str, Any]:
     """What is said of autocast around and inside, and losses where the precision is the same."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

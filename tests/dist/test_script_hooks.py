@@ -21,6 +21,18 @@ def test_hooks_of_parameters_run_and_others_are_named() -> None:
         assert "backward hook double of transformer.h.0.mlp does not run" in unrun
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "tensor"])
+def test_hooks_that_look_are_called_on_every_rank(strategy: str) -> None:
+    """Breaks if a hook that gives nothing back is called on the rank alone that traces, with a tensor of the trace,
+    with rows that were added, or without a gradient.
+    """
+    expected = script_hooks.looked_at(False)
+    for found in launch(script_hooks.looked_at, 2, True, strategy, timeout_s=180.0):
+        assert found["shapes"] == expected["shapes"] and len(expected["log"]) == 8
+        for name in ("losses", "log", "weights"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-9)
+
+
 def test_hooks_of_the_model_itself() -> None:
     """Breaks if torch's hook of a backward, which makes plain zeros of a gradient that never came, ends in an error of
     DTensors or has a program planned for them, or what a forward hook returns is not what is differentiated.
