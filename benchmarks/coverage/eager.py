@@ -17,8 +17,8 @@ from autopar.base.torch_compat import tracing
 from benchmarks.coverage import inputs, shrinking
 from benchmarks.coverage.discovery import Pair
 
-SECONDS = 8
-"""Of CPU: of one try, and after which no other is begun."""
+SECONDS, TRIES_S = 8, 16
+"""Of CPU: of one try, and of those after which no other is begun."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def subject(pair: Pair) -> Subject:
     failure = ""
     made = shrinking.models(pair, dropout)
     began = time.process_time()
-    while time.process_time() - began < SECONDS:
+    while time.process_time() - began < TRIES_S:
         try:
             with _limited():
                 model, kept = next(made)

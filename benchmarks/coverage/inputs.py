@@ -104,6 +104,9 @@ def _wanted(sizes: Sizes, accepted: Mapping[str, Any]) -> list[str]:
         found.append("pixel_attention_mask")
     if "image_grid_thw" in accepted and "pixel_values" in found:
         found.append("image_grid_thw")
+        found += [name for name in ("image_merge_sizes",) if name in accepted]
+        if "video_grid_thw" in accepted and "pixel_values_videos" in found:
+            found.remove("pixel_values_videos")  # it would have a grid of its own
     if sizes.task == "decision":
         found += [n for n in ("states", "actions", "rewards", "returns_to_go", "timesteps") if n in accepted]
     found += [name for name in BESIDE if name in accepted]
@@ -229,6 +232,10 @@ def _pixel_values(sizes: Sizes) -> Iterator[Tensor]:
     channels = _channels(sizes)
     if _takes(sizes, "image_grid_thw"):
         yield _patches(sizes)
+        flat = _patches(sizes, frames=2)
+        yield flat
+        side = sizes.get("patch_size", default=8)
+        yield flat[:, : flat.shape[1] // 2].reshape(len(flat), -1, side, side)
     if _takes(sizes, "spatial_shapes"):
         yield _patches(sizes).view(ROWS, GRID * GRID, -1)
     frames = sizes.get("num_frames", "frames_per_clip")
@@ -254,14 +261,19 @@ GRID = 4
 """Patches to a side, where images are given as rows of patches."""
 
 
-def _patches(sizes: Sizes) -> Tensor:
+def _patches(sizes: Sizes, frames: int | None = None) -> Tensor:
     patch = sizes.get("patch_size", default=8)
-    deep = sizes.get("temporal_patch_size", default=1)
+    deep = frames or sizes.get("temporal_patch_size", default=1)
     return torch.randn(ROWS * GRID * GRID, _channels(sizes) * deep * patch * patch)
 
 
 def _grid(sizes: Sizes) -> Iterator[Tensor]:
     yield torch.tensor([[1, GRID, GRID]] * ROWS)
+
+
+def _merged(sizes: Sizes) -> Iterator[Tensor]:
+    """How many patches to a side become one."""
+    yield torch.full((ROWS,), 2)
 
 
 def _input_values(sizes: Sizes) -> Iterator[Tensor]:
@@ -339,13 +351,14 @@ def _constant(*made: Callable[[Sizes], Any]) -> Callable[[Sizes], Iterator[Any]]
 MAKERS: Mapping[str, Callable[[Sizes], Iterator[Any]]] = {
     "input_ids": _input_ids, "pixel_values": _pixel_values, "input_values": _input_values,
     "input_features": _input_features, "past_values": _past_values, "hidden_states": _hidden_states, "grid_thw": _grid,
-    "image_grid_thw": _grid, "attention_mask": _mask, "inputs": _inputs,
+    "image_grid_thw": _grid, "image_merge_sizes": _merged, "merge_sizes": _merged, "attention_mask": _mask,
+    "inputs": _inputs,
     "qformer_input_ids": _constant(lambda s: _ids(s)),
     "pixel_values_videos": _constant(
         lambda s: torch.randn(ROWS, s.get("num_frames", "frames_per_clip", default=4), _channels(s), *s.image)
     ),
     "past_time_features": _constant(
-        lambda s: torch.randn(ROWS, _past(s), max(1, s.get("num_time_features", default=1)))
+        lambda s: torch.randn(ROWS, _past(s), s.get("num_time_features", default=1))
     ),
     "past_observed_mask": _constant(
         lambda s: torch.ones(ROWS, _past(s))
@@ -423,7 +436,7 @@ def _kinds(sizes: Sizes) -> Iterator[dict[str, Any]]:
         yield {"future_values": torch.randn(ROWS, length, channels)}
         yield {
             "future_values": torch.randn(ROWS, length),
-            "future_time_features": torch.randn(ROWS, length, max(1, sizes.get("num_time_features", default=1))),
+            "future_time_features": torch.randn(ROWS, length, sizes.get("num_time_features", default=1)),
         }
         yield {"future_values": torch.randn(ROWS, length)}
         yield {"target_values": torch.randn(ROWS, max(1, sizes.get("num_targets", default=1)))}

@@ -1,6 +1,7 @@
 """Tiny configurations: the same architecture, with the sizes of sizes.toml and one block of each kind.
 
-Whatever of it a model does not bear is found by leaving groups of fields as they were, one after the other.
+Whatever of it a model does not bear is found by making all widths smaller alike, then by leaving groups of fields as
+they were, one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 from benchmarks.coverage.discovery import Pair
 
 FOLDER = Path(__file__).parent
-LARGEST = 5_000_000
+LARGEST = 20_000_000
 """Parameters of a model that is tiny enough."""
 VOCABULARY = 128
 BLOCKS = 2
@@ -30,6 +31,12 @@ _DROPS = re.compile(r".*(drop|dropout|pdrop|mask_time_prob|mask_feature_prob).*"
 
 TOGETHER = ("stages channels", "stages channels hidden", "stages channels hidden feed-forward heads head-width")
 """Groups of which what one says, another has to follow."""
+RATIOS = ("1/8", "1/4", "1/2")
+"""Every width a part of what it was, so that those that have to be equal, or sums of others, stay so."""
+WIDTHS = ("stages", "channels", "hidden", "feed-forward", "codec")
+_WIDE = re.compile(r".*(channels|channel_list|_width|feat_dim|pos_feats|hidden_dimension)")
+_NARROW = 8
+"""A width that stays: channels of an image, features of a box."""
 
 Fields = dict[str, Any]
 
@@ -59,7 +66,7 @@ def models(pair: Pair, dropout: bool = False) -> Iterator[tuple[nn.Module, str]]
     model_class = getattr(transformers, pair.architecture)
     default = _default(pair.model_type, model_class.config_class)
     failure: Exception | None = None
-    for kept in ("", *groups(), *TOGETHER):
+    for kept in ("", *RATIOS, *groups(), *TOGETHER):
         try:
             config = shrunk(default, pair.model_type, kept, dropout)
             with torch.device("meta"):
@@ -85,7 +92,7 @@ def _default(model_type: str, wanted: type | None) -> Any:
 
 
 def shrunk(config: Any, model_type: str, kept: str = "", dropout: bool = False) -> Any:
-    """The configuration with small sizes; `kept`: the group of fields that stays."""
+    """The configuration with small sizes; `kept`: the group of fields that stays, or what part of each width does."""
     fields = _fields(config)
     ids: dict[int, int] = {}
     small = _small(fields, kept, dropout, ids)
@@ -120,7 +127,7 @@ def _without(fields: Fields) -> Fields:
 def _small(fields: Fields, kept: str, dropout: bool, ids: dict[int, int]) -> Fields:
     found = {}
     for name, value in fields.items():
-        if isinstance(value, dict) and "model_type" in value:
+        if isinstance(value, dict) and ("model_type" in value or name.endswith("_config")):
             found[name] = _small(value, kept, dropout, ids)
         else:
             found[name] = _field(name, value, fields, kept, dropout)
@@ -177,6 +184,14 @@ def _field(name: str, value: Any, fields: Fields, kept: str, dropout: bool) -> A
     if _DROPS.fullmatch(name) and isinstance(value, float | int) and not isinstance(value, bool):
         return value if dropout and "layerdrop" not in name else type(value)(0)
     rule = next((rule for rule in _rules() if _matches(rule, name)), None)
+    if kept in RATIOS and (_WIDE.fullmatch(name) or (rule is not None and rule["group"] in WIDTHS)):
+        return _part(value, int(kept.partition("/")[2]))
+    if kept in RATIOS and isinstance(value, list | tuple) and rule is not None and rule["group"] == "heads":
+        return value
+    if name.endswith("feature_sizes") and isinstance(value, list | tuple):
+        return [[max(1, side // 32) for side in sides] for sides in value]  # of an image that is made 32 pixels wide
+    if name == "prediction_length" and value is None:
+        return 8
     if rule is None or rule["group"] in kept.split(" ") or isinstance(value, bool | str):
         return value
     if value is None:
@@ -188,6 +203,13 @@ def _field(name: str, value: Any, fields: Fields, kept: str, dropout: bool) -> A
     if isinstance(value, list | tuple):
         return _list(value, rule)
     return min(value, rule["value"]) if isinstance(value, int) and "value" in rule else value
+
+
+def _part(value: Any, of: int) -> Any:
+    if isinstance(value, list | tuple):
+        return [_part(each, of) for each in value]
+    is_wide = isinstance(value, int) and not isinstance(value, bool) and value > _NARROW
+    return max(1, value // of) if is_wide else value
 
 
 def _list(values: Any, rule: Mapping[str, Any]) -> Any:

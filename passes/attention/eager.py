@@ -30,6 +30,10 @@ _PRODUCTS = frozenset({"aten.matmul.default", "aten.bmm.default", "aten.baddbmm.
 _READERS = frozenset(
     {"aten.softmax.int", "aten._softmax.default", "aten.sub.Tensor", "aten.max.dim", "aten.amax.default"}
 )
+_BETWEEN = frozenset(
+    {aten.dropout.default, aten.slice.Tensor, aten.expand.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor}
+)
+"""What may stand between probabilities and their product with the values, some of it to be told as the reason."""
 _MAX_STEPS = 16
 
 
@@ -393,7 +397,7 @@ def _final_product(node: fx.Node) -> fx.Node | None:
             name = str(user.target)
             if name in _PRODUCTS and read_product(user, left=last) is not None:
                 return user
-            if name in _CASTS | _VIEWS or user.target in (aten.dropout.default, aten.slice.Tensor, aten.expand.default):
+            if name in _CASTS | _VIEWS or user.target in _BETWEEN:
                 stack.append(user)
     return None
 

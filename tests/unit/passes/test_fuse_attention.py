@@ -203,11 +203,17 @@ def mixed(m: Written, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tenso
     return heads_joined(scores.softmax(-1) @ v)
 
 
+def filled_again(m: Written, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    hidden = ~visible(q, padding)
+    return heads_joined((q @ k.mT).masked_fill(hidden, -1e30).softmax(-1).masked_fill(hidden, 0.0) @ v)
+
+
 LEFT: dict[str, tuple[Callable[..., Any], str]] = {
     "returned": (returned, "its probabilities are an output of the model"),
     "read twice": (read_twice, "its scores are read by softmax, mean"),
     "softly filled": (softly_filled, "its scores are filled with -100, which hides no key for sure"),
     "finitely filled": (finitely_filled, "its mask, which may hide all keys of a query, fills scores with"),
+    "filled again": (filled_again, "its probabilities are read by masked_fill"),
     "mixed": (mixed, "its scores are made by einsum"),
 }
 
