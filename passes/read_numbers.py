@@ -6,6 +6,7 @@
     scale = x.abs().max().item();  x / scale           x / scale, which has no gradient
     torch.tensor([x.max(), 1.0])                       a stack of both, which has no gradient
     h[rows, columns]                                   of lists of them: a stack each
+    h[:, scores.argmax()]                              the one column that is chosen
 
 They are what Python's numbers would be: of int64 or float64, beside other tensors of these tensors' types, and without
 a gradient. What asks for more than arithmetic (a size, a branch, a format) meets a tensor whose value nobody knows.
@@ -73,6 +74,8 @@ class Numbers(TorchFunctionMode):
             return listed
         if func in _INDEXING and isinstance(args[1], tuple):
             args = (args[0], tuple([self._stacked(each) for each in args[1]]), *args[2:])
+        if func is torch.select and len(args) == 3 and not kwargs and _is_place(args[2]):
+            return self._selected(*args)
         name = getattr(func, "__name__", "")
         if name == "__format__" and self.is_number(args[0]):
             raise AutoparError(
@@ -160,6 +163,11 @@ class Numbers(TorchFunctionMode):
         listed = self._listed(torch.tensor, (index,), {}) if isinstance(index, list | tuple) else None
         return index if listed is None or listed.is_floating_point() or listed.is_complex() else listed
 
+    def _selected(self, x: Tensor, dim: int, place: Tensor) -> Tensor:
+        """The row, or column, that a traced whole number says: torch.export writes `x[place]` so, with the tensor."""
+        row = place.detach().reshape(1)
+        return x.index_select(dim, torch.where(row < 0, row + x.shape[dim], row)).squeeze(dim)
+
     def _listed_dtype(self, value: Any) -> torch.dtype:
         if isinstance(value, Tensor) and not (self.is_number(value) and value.is_floating_point()):
             return value.dtype
@@ -209,6 +217,12 @@ class Numbers(TorchFunctionMode):
         for place, each in enumerate(flat):
             found[place] = each
         return found.reshape(tuple(x.shape))
+
+
+def _is_place(value: Any) -> bool:
+    """Whether it is a traced whole number."""
+    whole = (torch.int64, torch.int32, torch.int16, torch.int8)
+    return isinstance(value, Tensor) and not value.dim() and value.dtype in whole and compat.is_stand_in(value)
 
 
 def _spread(data: Any) -> tuple[tuple[int, ...] | None, list[Any]]:

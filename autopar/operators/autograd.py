@@ -98,7 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, valid: int | None = None) -> Tensor:
     """The bias is added apart, so that the product may be a partial sum, and the bias counts once."""
-    out = _Linear.apply(x, weight, valid)
+    out = _Linear.apply(x, weight, valid) if weight.dim() == 2 else torch.matmul(x, weight)
     return out if bias is None else out + bias
 
 

@@ -38,7 +38,16 @@ def _addmm(call: OpCall) -> Rule:
 
 @rule("autopar.linear.default", "aten.linear.default")
 def _linear(call: OpCall) -> Rule:
-    """With a bias, which must count once, k is whole and only x and the bias together are linear."""
+    """With a bias, which must count once, k is whole and only x and the bias together are linear. A vector of weights
+    gives one number a row.
+    """
+    if call.operands[1].ndim == 1:
+        text = (
+            "... k, k, . -> ... | k ! | linear 0 2; 1 2"
+            if len(call.operands) == 3
+            else "... k, k -> ... | k sum | linear 0; 1"
+        )
+        return bind(call, text, flops_per_point=2.0, op_class="matmul")
     if len(call.operands) == 3:
         return bind(call, "... k, n k, n -> ... n | k ! | linear 0 2; 1 2", flops_per_point=2.0, op_class="matmul")
     text = "... k, n k -> ... n | k sum | linear 0; 1"

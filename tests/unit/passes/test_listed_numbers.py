@@ -52,6 +52,10 @@ HOWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "rows-and-columns": lambda _, h: h[list(h.argmax(0)[:4]), tuple(h.argmax(1))],
     "columns": lambda _, h: h[1:, [[h[0].argmax(), 3], [h[1].argmax(), h[2].argmax()]]],
     "written": lambda _, h: _written(h),
+    "one-row": lambda _, h: h[h[:, 0].argmax()],
+    "one-column": lambda _, h: h[..., h[0].argmax() - 8],
+    "one-of-each": lambda _, h: h[None, h[:, 0].argmax(), h[0].argmax().item()],
+    "vector": lambda m, h: nn.functional.linear(h, m.last.weight[0]),
 }
 
 
@@ -69,7 +73,7 @@ def test_lists_are_what_torch_makes_of_them(how: Callable[[nn.Module, Tensor], T
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("name", ["values", "parameters", "rows-and-columns", "written"])
+@pytest.mark.parametrize("name", ["values", "parameters", "rows-and-columns", "written", "one-row", "one-column", "vector"])
 def test_lists_have_no_gradient(name: str) -> None:
     """Breaks if a gradient passes through numbers that eager reads, or none through what places choose, or if numbers
     are those of a rank's rows.
