@@ -73,7 +73,9 @@ def test_lists_are_what_torch_makes_of_them(how: Callable[[nn.Module, Tensor], T
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("name", ["values", "parameters", "rows-and-columns", "written", "one-row", "one-column", "vector"])
+@pytest.mark.parametrize(
+    "name", ["values", "parameters", "rows-and-columns", "written", "one-row", "one-column", "vector"]
+)
 def test_lists_have_no_gradient(name: str) -> None:
     """Breaks if a gradient passes through numbers that eager reads, or none through what places choose, or if numbers
     are those of a rank's rows.
