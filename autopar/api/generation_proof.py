@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from autopar.api.comparing import TOLERANCES, Comparison, change, comparison
 from autopar.api.interpret import state_of
 from autopar.api.promote import default_dtype, only
-from autopar.api.proof import NotEager, Proof, fits_here, program_of, scaled_mesh
+from autopar.api.proof import Proof, fits_here, program_of, scaled_mesh
+from autopar.api.reference import NotEager
 from autopar.api.small_model import as_drawn, small_model
 from autopar.base.codes import is_by_channel
 from autopar.base.errors import AutoparError

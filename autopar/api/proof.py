@@ -11,7 +11,6 @@ Nothing but these is of autopar on the model's side.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,26 +21,21 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.api import interpret
-from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare, distance
-from autopar.api.draws import draws_of, handed
+from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare
+from autopar.api.draws import draws_of
 from autopar.api.edited import edited_program
-from autopar.api.in_parts import Draws, batch_of, by_microbatches, with_tensors
+from autopar.api.planned_text import border_in, is_proven_text, state_for, text_in
 from autopar.api.promote import default_dtype, only
+from autopar.api.reference import expected, rounding
 from autopar.api.small_model import as_drawn, small_model
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import experts, huggingface
 from autopar.base.stored_weights import ways_of
-from autopar.base.torch_compat import tracing
 from autopar.base.torch_compat.autograd import with_gradients
-from autopar.base.torch_compat.control_flow import control_flow_by_torch
-from autopar.base.torch_compat.functions import run_backward
+from autopar.ir.interface import ProgramInterface
 from autopar.ir.program import Program
-from autopar.ir.values import ValueRef, gradient_key
 from autopar.machine.mesh import Mesh
 from autopar.passes.branches import put_ways
 from autopar.passes.emit import emit, interface_of
-from autopar.passes.observers import Observers
-from autopar.passes.told import as_told, left_on
 from autopar.runtime.branches import other_ways
 from autopar.runtime.microbatches import whole_output
 from autopar.runtime.simulate import simulate
@@ -55,10 +49,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 16
 MAX_PARAMETERS = 200_000_000
-
-
-class NotEager(AutoparError):
-    """The model itself does not run where it is compared."""
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +147,8 @@ def _verified(
         mesh, scaled = _mesh_of(plan)
     default_rtol, default_atol = TOLERANCES[dtype]
     tolerance = (default_rtol if rtol is None else rtol, default_atol if atol is None else atol)
-    model, inputs = small_model(plan.model, plan.inputs, dtype, seed)
-    if prepare is not None:
-        prepare(model, inputs)
+    model, inputs = _prepared(plan, dtype, seed, prepare)
+    went = False
     while True:
         with only(dtype):
             lowered, source = program_of(plan, model, inputs, mesh, scaled, dtype)
@@ -170,12 +160,17 @@ def _verified(
         other = other_ways(program.branches, found.outputs)
         if other is None:
             break
+        went = True
         put_ways(model, other)  # of these weights and this batch, which are not the plan's
     wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
-    comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype])
+    runs = [_Run(program, wanted, found)]
+    if not (scaled or went or is_proven_text(plan, lowered, source, dtype)):
+        fresh = _prepared(plan, dtype, seed, prepare)
+        runs.append(_of_own_text(plan, runs[0], fresh, state, tensors, seed, dtype))
+    comparisons = [row for run in runs for row in run.compared(*tolerance, NOISE[dtype])]
     if program.training and not all(comparison.ok for comparison in comparisons):
-        measured = _rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
-        comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype], measured)
+        measured = rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
+        comparisons = [row for run in runs for row in run.compared(*tolerance, NOISE[dtype], measured)]
     comparisons += [
         Comparison(f"gradient of {name} (the plan has none)", 1.0, ok=False) for name in _lost(plan, program)
     ]
@@ -189,6 +184,17 @@ def _verified(
     drops = any(region.uses_dropout for region in program.regions)
     name = str(dtype).removeprefix("torch.")
     return Proof(tuple(comparisons), str(mesh), scaled, name, events, drops, tolerance[0], notes)
+
+
+def _prepared(
+    plan: PlanRecord, dtype: torch.dtype, seed: int, prepare: Callable[[nn.Module, Mapping[str, Any]], None] | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The copy of the model that is proven, and its batch."""
+    assert plan.model is not None and plan.inputs is not None
+    model, inputs = small_model(plan.model, plan.inputs, dtype, seed)
+    if prepare is not None:
+        prepare(model, inputs)
+    return model, inputs
 
 
 def _lost(plan: PlanRecord, program: Program) -> list[str]:
@@ -222,12 +228,60 @@ def run_all_ranks(
     seed: int,
 ) -> SimulationResult:
     """Forward and backward of the whole batch, with ones as the gradients of all outputs that have one."""
-    interface = interface_of(program)
+    return _simulated(interface_of(program), source, state, tensors, seed, program.training)
+
+
+def _simulated(
+    interface: ProgramInterface,
+    source: str,
+    state: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    seed: int,
+    training: bool,
+) -> SimulationResult:
     if interface.pipeline is not None:  # the proof compares them all
         interface = replace(interface, pipeline=replace(interface.pipeline, keeps_outputs=True))
     entries = [whole_output(output, interface.microbatches) for output in interface.outputs if output.differentiable]
     ones = [torch.ones(entry.shape, dtype=getattr(torch, entry.dtype)) for entry in entries]
-    return simulate(interface, source, state, tensors, ones, seed=seed, backward=program.training)
+    return simulate(interface, source, state, tensors, ones, seed=seed, backward=training)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What eager gives, and what a program's text does. note: which text, where it is not that which was traced now."""
+
+    program: Program
+    wanted: Expected
+    found: SimulationResult
+    note: str = ""
+
+    def compared(
+        self, rtol: float, atol: float, noise: float, rounding: Mapping[str, float] = _NONE
+    ) -> list[Comparison]:
+        rows = compare(self.program, self.wanted, self.found, rtol, atol, noise, rounding)
+        return [replace(row, name=row.name + self.note) for row in rows]
+
+
+def _of_own_text(
+    plan: PlanRecord,
+    run: _Run,
+    fresh: tuple[nn.Module, Mapping[str, Any]],
+    state: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    seed: int,
+    dtype: torch.dtype,
+) -> _Run:
+    """What the plan's own text gives, all of it in one dtype. fresh: model and batch before the proof ran them."""
+    program, wanted = run.program, run.wanted
+    if plan.program is not None:
+        program = plan.program.single or plan.program
+    source, draws = text_in(plan.source, dtype), draws_of(program, seed)
+    if draws and (program.microbatches > 1 or draws != draws_of(run.program, seed)):
+        wanted = expected(program, *fresh, state, tensors, seed, dtype, source)  # it draws other numbers
+    with default_dtype(dtype):
+        held = state_for(program.constants, state, dtype)
+        found = _simulated(border_in(plan.interface, dtype), source, held, tensors, seed, plan.training)
+    return _Run(program, wanted, found, " (the plan's own text)")
 
 
 def scaled_mesh(mesh: Mesh, least: Mapping[str, int] = MappingProxyType({})) -> tuple[Mesh, bool]:
@@ -291,7 +345,7 @@ def program_of(
                 raise
             traced, _ = pipeline.run(request, (*phases.spelled_out, *phases.prepare))
             program, _ = pipeline.run(request, phases.decide, program=traced)
-    source = _in_dtype(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
+    source = text_in(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
     return program, source
 
 
@@ -316,160 +370,3 @@ def _as_planned(plan: PlanRecord, mesh: Mesh) -> PipelineSpec | None:
     same = mesh.size(AXIS) == schedule.num_ranks
     cut, ranks = (plan.asked.cut, schedule.rank_of) if same else ((), ())
     return PipelineSpec(name, schedule.num_stages // schedule.num_ranks, cut, plan.asked.rows, ranks)
-
-
-def _in_dtype(source: str, dtype: torch.dtype) -> str:
-    """An edited program with the casts that it writes read as `dtype`, as `promote.only` reads the model's."""
-    return re.sub(r"\btorch\.(float64|float32|bfloat16|float16)\b", str(dtype), source)
-
-
-def expected(
-    program: Program,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    seed: int,
-    dtype: torch.dtype,
-    source: str = "",
-) -> Expected:
-    """What the eager model gives: outputs, gradients, and the buffers as it leaves them: those that the program says it
-    changes, and all others that are not what they were.
-
-    Where it draws random numbers, it gets those that the program draws (`draws.py`). Which rows a microbatch has, and
-    so what it draws, is decided when the program is lowered: for microbatches that draw it has to be, with its
-    `source`; then the model runs on one after the other.
-    """
-    assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
-    model.zero_grad()
-    changed = {name for name, _ in program.updates}
-    others = {name: x.detach().clone() for name, x in model.named_buffers() if name not in changed}
-    wanted = {name: tensors[name].detach().clone().requires_grad_() for name in sorted(program.wanted)}
-    if wanted:
-        inputs, tensors = with_tensors(inputs, wanted), {**tensors, **wanted}
-    with only(dtype), huggingface.training_capture(model), experts.wide(), torch.set_grad_enabled(program.training):
-        if program.microbatches > 1 and draws_of(program, seed):
-            results = by_microbatches(program, model, inputs, batch_of(program, source, tensors), seed, _run)
-        else:
-            results = _run(program, model, inputs, handed(draws_of(program, seed)), {})
-    grads: dict[str, torch.Tensor] = {}
-    if program.training:
-        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in model.named_parameters()}
-        grads = {n: grads[n] for n, p in model.named_parameters() if p.requires_grad or p.grad is not None}
-        grads |= {gradient_key(n): torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    # A table that became longer stays as it was in a program (`passes/reassigned.py`); what is made of it is compared.
-    tables = _not_kept(model) & held.keys() & others.keys()
-    longer = {name for name in tables if held[name].shape != others[name].shape}
-    changed |= {name for name, was in others.items() if name in held and not _is_as_it_was(held[name], was)} - longer
-    updates = {name: held[name].detach().clone() for name in sorted(changed)}
-    return results, grads, updates
-
-
-def _not_kept(model: nn.Module) -> set[str]:
-    """The buffers that are in no checkpoint."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-
-
-def _is_as_it_was(now: torch.Tensor, was: torch.Tensor) -> bool:
-    if now.shape != was.shape or now.dtype != was.dtype:
-        return False
-    return bool(((now == was) | ((now != now) & (was != was))).all())  # what is no number stays none
-
-
-def _rounding(
-    program: Program,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    seed: int,
-    dtype: torch.dtype,
-    source: str,
-    gradients: Mapping[str, torch.Tensor],
-) -> dict[str, float]:
-    """How far the eager model's gradients move when every parameter does by one unit of rounding, up or down.
-
-    Changes the parameters, and sets buffers back to `state` first: forward may have changed them.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    before = {name: value.clone() for name, value in gradients.items()}
-    with torch.no_grad():
-        changed = {name for name, _ in program.updates}
-        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
-            if name in state and (name in changed or not isinstance(tensor, torch.nn.Parameter)):
-                if tensor.shape != state[name].shape:  # a table that became longer
-                    tensor.data = torch.empty_like(state[name], dtype=tensor.dtype)
-                tensor.copy_(state[name])
-        for parameter in model.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + torch.finfo(dtype).eps * signs.to(dtype))
-    _, moved, _ = expected(program, model, inputs, state, tensors, seed, dtype, source)
-    return {name: distance(moved[name], value) for name, value in before.items()}
-
-
-def _run(
-    program: Program, model: nn.Module, inputs: Mapping[str, Any], draws: Draws, scales: Mapping[ValueRef, float] | None
-) -> tuple[torch.Tensor, ...]:
-    """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1; None:
-    forward alone.
-    """
-    observers = Observers(model)
-    with draws, control_flow_by_torch(), as_told(model, program.told), observers.watched():
-        output = _eager(model, inputs)
-        left = left_on(model, program.carried, observers.in_eager())
-    results = tuple(x for x in map(_as_tensor, [*tracing.tree_flatten(output)[0], *left]) if x is not None)
-    if program.branches:  # the program's last output: it is to go the ways that eager does
-        results = (*results, torch.tensor(len(program.branches)))
-    if program.training and scales is not None:
-        # What depends on parameters here, and does not in the program, has lost its gradient there: not here.
-        roots = [
-            (value, ref)
-            for value, ref in zip(results, program.outputs, strict=True)
-            if ref in program.roots or (value.requires_grad and not program.port(ref).differentiable)
-        ]
-        given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
-        try:
-            with draws, control_flow_by_torch():  # what a checkpoint runs again draws what it drew
-                run_backward([value for value, _ in roots], given)
-        except RuntimeError as error:
-            raise NotEager(
-                f"{type(model).__name__} has no backward in eager, so there is nothing to compare with: "
-                f"{str(error).partition('. Hint')[0]}",
-                remedy="check that the loss's backward() runs in eager mode (a tensor that is written after it was "
-                "used wants a clone())",
-            ) from error
-    return tuple(value.detach() for value in results)
-
-
-def _as_tensor(leaf: Any) -> torch.Tensor | None:
-    """An output: a tensor, or a number that forward read of one; None of a text."""
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, dtype=torch.float64)
-    return torch.tensor(leaf) if type(leaf) is int else leaf if isinstance(leaf, torch.Tensor) else None
-
-
-def _eager(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """What the model gives.
-
-    Raises:
-        NotEager: it does not run on the CPU in this dtype.
-    """
-    try:
-        return model(**inputs)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        dtype = str(next(dtypes, torch.get_default_dtype())).removeprefix("torch.")
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        remedy = "check that model(**batch) runs in eager mode on the CPU"
-        if dtype == "float64":
-            remedy = f"verify(dtype=torch.float32) where an operator has no float64; else {remedy}"
-        raise NotEager(
-            f"{type(model).__name__} does not run in {dtype} on the CPU, so there is nothing to compare with: {said}",
-            where=tracing.model_line(error),
-            remedy=remedy,
-        ) from error

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.api.proof import NotEager
+from autopar.api.reference import NotEager
 from autopar.base.errors import AutoparError
 from autopar.planner.microbatches import UNDIVIDED
 from benchmarks.coverage import eager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import pipeline
-from autopar.api import comparing, interpret, proof
+from autopar.api import comparing, interpret, proof, reference
 from autopar.api.promote import only
 from autopar.api.small_model import small_model
 from autopar.base.errors import AutoparError
@@ -101,7 +101,7 @@ class Captured:
     def expected(self, program: Program | None = None, source: str = "") -> proof.Expected:
         """What eager gives; `program` with its `source`: the placed one, whose dropout masks eager is given."""
         program = program or self.program
-        return proof.expected(program, self.model, self.batch, self.state, self.inputs, 0, DTYPE, source)
+        return reference.expected(program, self.model, self.batch, self.state, self.inputs, 0, DTYPE, source)
 
 
 def run(subject: Subject, strategy: Strategy, column: Column) -> Cell:

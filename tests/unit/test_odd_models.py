@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api.proof import NotEager
+from autopar.api.reference import NotEager
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import masks
 from autopar.base.torch_compat.tracing import known_value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import pipeline
-from autopar.api import comparing, interpret, proof
+from autopar.api import comparing, interpret, proof, reference
 from autopar.api.promote import only
 from autopar.api.small_model import small_model
 from autopar.cli.models import catalogue
@@ -86,7 +86,7 @@ def trace_model(model: nn.Module, batch: dict[str, Tensor]) -> Traced:
         program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
     state = interpret.state_of(model, program)
     inputs = interpret.input_tensors(program, batch)
-    return Traced(program, state, inputs, proof.expected(program, model, batch, state, inputs, 0, torch.float64))
+    return Traced(program, state, inputs, reference.expected(program, model, batch, state, inputs, 0, torch.float64))
 
 
 @lru_cache(maxsize=32)
