@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.api.comparing import TOLERANCES, Comparison, change, comparison
 from autopar.api.interpret import state_of
+from autopar.api.planned_text import border_in, has_shapes_of, is_proven_text, state_for, text_in
 from autopar.api.promote import default_dtype, only
 from autopar.api.proof import Proof, fits_here, program_of, scaled_mesh
 from autopar.api.reference import NotEager
@@ -112,6 +113,7 @@ def verify_generation(
         last = first - 1 + (token if token > 0 else token * (wanted.chunk or 1))
         want = whole[:, last - logits.shape[1] + 1 : last + 1]
         rows.append(comparison(name, want, logits, rtol, atol, 0.0))
+    rows += run.rows
     mesh = ", then ".join(dict.fromkeys(str(mesh) for mesh, _ in meshes.values()))
     scaled = any(each for _, each in meshes.values())
     return Proof(tuple(rows), mesh, scaled, str(dtype).removeprefix("torch."), run.events, False, rtol, notes)
@@ -137,6 +139,8 @@ class _Run:
         self.dtype, self.following = dtype, following
         self.length, self.chunks, self.storage = length, chunks, storage
         self.logits: list[Tensor] = []
+        self.rows: list[Comparison] = []
+        self.seen: set[tuple[Any, ...]] = set()
         self.events = 0
         self.programs: dict[tuple[Any, ...], tuple[Program, str]] = {}
         self.kept: Any = None
@@ -154,7 +158,8 @@ class _Run:
         if kind not in self.programs:
             with only(self.dtype):
                 found = self.phases[phase]
-                self.programs[kind] = program_of(found, self.model, given, *self.meshes[phase], self.dtype)
+                ordered = {name: given[name] for name in found.inputs or () if name in given} | given
+                self.programs[kind] = program_of(found, self.model, ordered, *self.meshes[phase], self.dtype)
         program, source = self.programs[kind]
         if any(region.draws for region in program.regions):
             raise AutoparError(
@@ -164,8 +169,12 @@ class _Run:
             )
         leaves = dict(tracing.tree_leaves_with_path(given))
         tensors = {port.name: leaves[port.name] for port in program.inputs}
+        state, mesh_is_smaller = state_of(self.model, program), self.meshes[phase][1]
         with default_dtype(self.dtype), torch.no_grad():
-            done = simulate(interface_of(program), source, state_of(self.model, program), tensors, backward=False)
+            done = simulate(interface_of(program), source, state, tensors, backward=False)
+            if kind not in self.seen and not mesh_is_smaller and has_shapes_of(self.phases[phase], tensors):
+                self._with_own_text(phase, program, source, state, tensors, done.outputs)
+        self.seen.add(kind)
         values = dict(zip(program.output_names, done.outputs, strict=True))
         self.events += max((len(events) for events in done.events), default=0)
         cache = self.kept = caches.with_states(given_cache, values, name)
@@ -173,6 +182,22 @@ class _Run:
         wanted = torch.full((len(self.following), 1, values["logits"].shape[-1]), -1.0)
         wanted[torch.arange(len(self.following)), 0, self.following[:, max(token, 0)]] = 1.0
         return outputs(wanted, cache, name)
+
+    def _with_own_text(
+        self, phase: str, program: Program, source: str, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor],
+        made: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Has the plan's own text run, where that is another than what was traced for the proof, beside what this made:
+        once of each program.
+        """
+        plan = self.phases[phase]
+        if is_proven_text(plan, program, source, state, self.dtype):
+            return
+        own, text = border_in(plan.interface, self.dtype), text_in(plan.source, self.dtype)
+        done = simulate(own, text, state_for(plan, state, self.dtype), tensors, backward=False)
+        for name, want, have in zip(program.output_names, made, done.outputs, strict=True):
+            row = comparison(f"{name} of {phase} (the plan's own text)", want, have, *TOLERANCES[self.dtype], 0.0)
+            self.rows.append(row)
 
 
 def _notes(storage: str, rounding: Any, exact: Tensor, rounded: Tensor) -> tuple[str, ...]:

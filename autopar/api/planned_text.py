@@ -35,14 +35,23 @@ def text_in(source: str, dtype: torch.dtype) -> str:
     return re.sub(r"\btorch\.(float64|float32|bfloat16|float16)\b", str(dtype), source)
 
 
-def is_proven_text(plan: PlanRecord, program: Program, source: str, dtype: torch.dtype) -> bool:
-    """Whether a proof that ran `source` ran what the plan does, but for what a dtype decides. program: lowered, of
-    `source`.
+def is_proven_text(
+    plan: PlanRecord, program: Program, source: str, state: Mapping[str, Tensor], dtype: torch.dtype
+) -> bool:
+    """Whether a proof that ran `source` on `state` ran what the plan does, but for what a dtype decides. program:
+    lowered, of `source`.
     """
-    if plan.source_is_edited or plan.source == source:  # an edited text is what the proof runs
+    if plan.source_is_edited:  # it is what the proof runs
         return True
+    if any(each is not state.get(name) for name, each in state_for(plan, state, dtype).items()):
+        return False
     plain, other = (border_in(replace(each, meaning=None), dtype) for each in (plan.interface, interface_of(program)))
-    return plain == other and _statements(plan.source, dtype) == _statements(source, dtype)
+    return plain == other and (plan.source == source or _statements(plan.source, dtype) == _statements(source, dtype))
+
+
+def has_shapes_of(plan: PlanRecord, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a plan's own text takes these inputs: they are as long as those that it was planned for."""
+    return {each.name: each.shape for each in plan.interface.inputs} == {n: tuple(x.shape) for n, x in tensors.items()}
 
 
 def border_in(interface: ProgramInterface, dtype: torch.dtype) -> ProgramInterface:
@@ -52,12 +61,12 @@ def border_in(interface: ProgramInterface, dtype: torch.dtype) -> ProgramInterfa
     return found
 
 
-def state_for(constants: Mapping[str, Tensor], state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def state_for(plan: PlanRecord, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors that a plan's own text reads: those of the proof, with the constants of the plan's trace where they
-    are others, and not merely rounded.
+    are others, and not merely rounded. A plan that was loaded from a file has none.
     """
     found = dict(state)
-    for name, value in constants.items():
+    for name, value in plan.program.constants.items() if plan.program is not None else ():
         proven = state.get(name)
         if proven is None or not _is_rounded(value, proven):
             found[name] = value.detach().to("cpu", in_dtype(value.dtype, dtype))

@@ -164,7 +164,7 @@ def _verified(
         put_ways(model, other)  # of these weights and this batch, which are not the plan's
     wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
     runs = [_Run(program, wanted, found)]
-    if not (scaled or went or is_proven_text(plan, lowered, source, dtype)):
+    if not (scaled or went or is_proven_text(plan, lowered, source, state, dtype)):
         fresh = _prepared(plan, dtype, seed, prepare)
         runs.append(_of_own_text(plan, runs[0], fresh, state, tensors, seed, dtype))
     comparisons = [row for run in runs for row in run.compared(*tolerance, NOISE[dtype])]
@@ -279,7 +279,7 @@ def _of_own_text(
     if draws and (program.microbatches > 1 or draws != draws_of(run.program, seed)):
         wanted = expected(program, *fresh, state, tensors, seed, dtype, source)  # it draws other numbers
     with default_dtype(dtype):
-        held = state_for(program.constants, state, dtype)
+        held = state_for(plan, state, dtype)
         found = _simulated(border_in(plan.interface, dtype), source, held, tensors, seed, plan.training)
     return _Run(program, wanted, found, " (the plan's own text)")
 

@@ -21,10 +21,10 @@ class Gated(nn.Module):
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(p)
         self.weight = nn.Parameter(torch.ones(16))
-        self.scale, self.shift = 0.5, torch.tensor([0.1, 0.2]).repeat(8)
+        self.scale, self.shift = 0.5, [0.1, 0.2]
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        h = self.drop(self.down(torch.tanh(self.up(x)))) * self.scale + self.shift
+        h = self.drop(self.down(torch.tanh(self.up(x)))) * self.scale + torch.tensor(self.shift).repeat(8)
         wide = h.float()
         h = self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(h.dtype)
         return h.masked_fill(~keep[:, None], torch.finfo(h.dtype).min).softmax(-1).mul(torch.arange(16.0)).mean()
@@ -93,7 +93,7 @@ def test_a_number_that_was_another_when_the_plan_was_made() -> None:
 
 def test_a_constant_that_was_another_when_the_plan_was_made() -> None:
     plan = planned()
-    plan.model.shift = plan.model.shift + 0.01
+    plan.model.shift = [0.11, 0.2]
     report = plan.verify()
     assert not report.ok and report.worst.name.endswith("(the plan's own text)")
 
@@ -112,3 +112,29 @@ def test_a_border_that_is_another() -> None:
     lost = [replace(each, reached_by=()) if each.name == "up.weight" else each for each in plan.interface.parameters]
     report = replace(plan, interface=replace(plan.interface, parameters=tuple(lost))).verify()
     assert "gradient of up.weight (the plan's own text)" in {row.name for row in report.comparisons if not row.ok}
+
+
+def _generation(precision: str | None) -> autopar.GenerationPlan:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=64, **sizes)).eval()
+    mesh, wanted = autopar.Mesh.parse("tp=2", hardware="cpu"), autopar.Generation(2, 4, 2)
+    return autopar.plan_generation(model, mesh, wanted, strategy="tensor", precision=precision)
+
+
+def test_what_generates_in_fewer_bits_is_run_as_it_stands() -> None:
+    report = _generation("bf16").verify()
+    assert report.ok, str(report)
+    assert {"logits of prefill (the plan's own text)", "logits of decode (the plan's own text)"} <= {
+        row.name for row in report.comparisons
+    }
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_line_of_a_plan_of_generation_that_is_another(precision: str | None) -> None:
+    plan = _generation(precision)
+    source = plan.decode.source.replace("silu(", "tanh(")
+    assert source != plan.decode.source
+    report = replace(plan, decode=replace(plan.decode, source=source)).verify()
+    assert not report.ok and report.worst.name.endswith("of decode (the plan's own text)")

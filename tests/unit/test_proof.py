@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import comparing, proof
+from autopar.api import comparing, proof, reference
 from autopar.api.small_model import small_model
 from autopar.machine.mesh import Mesh
 from autopar.runtime.simulation import SimulationResult
@@ -237,5 +237,5 @@ def test_what_is_no_number_and_becomes_one_has_changed() -> None:
     none as changed.
     """
     nan, zero = torch.tensor([torch.nan, 1.0]), torch.tensor([0.0, 1.0])
-    assert proof._is_as_it_was(nan.clone(), nan) and not proof._is_as_it_was(zero, nan)
-    assert not proof._is_as_it_was(nan.double(), nan) and not proof._is_as_it_was(nan[:1], nan)
+    assert reference._is_as_it_was(nan.clone(), nan) and not reference._is_as_it_was(zero, nan)
+    assert not reference._is_as_it_was(nan.double(), nan) and not reference._is_as_it_was(nan[:1], nan)
