@@ -72,8 +72,10 @@ class Numbers(TorchFunctionMode):
                 return self._as_plain(args[0], func)
         if func in _LISTING and (listed := self._listed(func, args, kwargs)) is not None:
             return listed
-        if func in _INDEXING and isinstance(args[1], tuple):
-            args = (args[0], tuple([self._stacked(each) for each in args[1]]), *args[2:])
+        if func in _INDEXING:
+            indexed, places, *rest = list(args)
+            if isinstance(places, tuple):
+                args = (indexed, tuple([self._stacked(each) for each in places]), *rest)
         if func is torch.select and len(args) == 3 and not kwargs and _is_place(args[2]):
             return self._selected(*args)
         name = getattr(func, "__name__", "")
