@@ -16,6 +16,6 @@ def test_hooks_that_are_a_part_of_forward_are_passed_over(caplog: pytest.LogCapt
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     capturing.install_output_capuring_hook(model[0], "hidden_states", 0)
     model[1].register_forward_hook(lambda module, args, output: output)
-    Hooks(model).check()
+    Hooks(model).check(())
     (record,) = caplog.records
     assert "of 1 ran while" in record.getMessage()
