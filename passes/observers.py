@@ -130,7 +130,10 @@ def _reads(hook: Any) -> frozenset[int] | None:
     if not isinstance(function, FunctionType) or function.__code__.co_flags & 0x0C:  # *args, **kwargs
         return None
     names = function.__code__.co_varnames[first : function.__code__.co_argcount]
-    loaded = {each.argval for each in dis.get_instructions(function) if each.opname.startswith(("LOAD_", "MAKE_CELL"))}
+    loaded: set[Any] = set()
+    for each in dis.get_instructions(function):  # Python 3.13 loads two at a time
+        if "LOAD_" in each.opname or each.opname == "MAKE_CELL":
+            loaded.update(each.argval if isinstance(each.argval, tuple) else (each.argval,))
     return frozenset(place for place, name in enumerate(names) if name in loaded)
 
 
