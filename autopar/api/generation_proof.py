@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autopar.api.comparing import TOLERANCES, Comparison, change, comparison
 from autopar.api.interpret import state_of
-from autopar.api.planned_text import border_in, has_shapes_of, is_proven_text, state_for, text_in
+from autopar.api.planned_text import border_in, has_shapes_of, is_proven_text, own_text, state_for
 from autopar.api.promote import default_dtype, only
 from autopar.api.proof import Proof, fits_here, program_of, scaled_mesh
 from autopar.api.reference import NotEager
@@ -193,7 +193,7 @@ class _Run:
         plan = self.phases[phase]
         if is_proven_text(plan, program, source, state, self.dtype):
             return
-        own, text = border_in(plan.interface, self.dtype), text_in(plan.source, self.dtype)
+        own, text = border_in(plan.interface, self.dtype), own_text(plan, source, self.dtype)
         done = simulate(own, text, state_for(plan, state, self.dtype), tensors, backward=False)
         for name, want, have in zip(program.output_names, made, done.outputs, strict=True):
             row = comparison(f"{name} of {phase} (the plan's own text)", want, have, *TOLERANCES[self.dtype], 0.0)

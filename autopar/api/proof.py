@@ -24,7 +24,7 @@ from autopar.api import interpret
 from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, change, compare
 from autopar.api.draws import draws_of
 from autopar.api.edited import edited_program
-from autopar.api.planned_text import border_in, is_proven_text, state_for, text_in
+from autopar.api.planned_text import border_in, is_proven_text, own_text, state_for, text_in
 from autopar.api.promote import default_dtype, only
 from autopar.api.reference import expected, rounding
 from autopar.api.small_model import as_drawn, small_model
@@ -164,9 +164,10 @@ def _verified(
         put_ways(model, other)  # of these weights and this batch, which are not the plan's
     wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
     runs = [_Run(program, wanted, found)]
-    if not (scaled or went or is_proven_text(plan, lowered, source, state, dtype)):
+    goes_by_others = went or program.told is not None  # branches, or Python's numbers, that are not the plan's
+    if not (scaled or goes_by_others or is_proven_text(plan, lowered, source, state, dtype)):
         fresh = _prepared(plan, dtype, seed, prepare)
-        runs.append(_of_own_text(plan, runs[0], fresh, state, tensors, seed, dtype))
+        runs.append(_of_own_text(plan, runs[0], source, fresh, state, tensors, seed, dtype))
     comparisons = [row for run in runs for row in run.compared(*tolerance, NOISE[dtype])]
     if program.training and not all(comparison.ok for comparison in comparisons):
         measured = rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
@@ -265,19 +266,20 @@ class _Run:
 def _of_own_text(
     plan: PlanRecord,
     run: _Run,
+    source: str,
     fresh: tuple[nn.Module, Mapping[str, Any]],
     state: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     seed: int,
     dtype: torch.dtype,
 ) -> _Run:
-    """What the plan's own text gives, all of it in one dtype. fresh: model and batch before the proof ran them."""
+    """What the plan's own text gives, in one dtype. source: what was run. fresh: model and batch before it."""
     program, wanted = run.program, run.wanted
     if plan.program is not None:
         program = plan.program.single or plan.program
-    source, draws = text_in(plan.source, dtype), draws_of(program, seed)
-    if draws and (program.microbatches > 1 or draws != draws_of(run.program, seed)):
-        wanted = expected(program, *fresh, state, tensors, seed, dtype, source)  # it draws other numbers
+    source, draws = own_text(plan, source, dtype), draws_of(program, seed)
+    if draws and (program.microbatches > 1 or draws != draws_of(run.program, seed)):  # it draws other numbers
+        wanted = expected(program, *fresh, state, tensors, seed, dtype, source)
     with default_dtype(dtype):
         held = state_for(plan, state, dtype)
         found = _simulated(border_in(plan.interface, dtype), source, held, tensors, seed, plan.training)
