@@ -26,7 +26,7 @@ from autopar.api.draws import draws_of
 from autopar.api.edited import edited_program
 from autopar.api.planned_text import border_in, is_proven_text, own_text, state_for, text_in
 from autopar.api.promote import default_dtype, only
-from autopar.api.reference import expected, rounding
+from autopar.api.reference import Case, expected, rounding
 from autopar.api.small_model import as_drawn, small_model
 from autopar.base.errors import AutoparError
 from autopar.base.stored_weights import ways_of
@@ -156,21 +156,22 @@ def _verified(
         state = interpret.state_of(model, program)
         tensors = interpret.input_tensors(program, inputs)
         with default_dtype(dtype), edited_program("<generated program>", plan.source_is_edited):
-            found = run_all_ranks(lowered, source, state, tensors, seed)
+            found = run_all_ranks(interface_of(lowered), source, state, tensors, seed)
         other = other_ways(program.branches, found.outputs)
         if other is None:
             break
         went = True
         put_ways(model, other)  # of these weights and this batch, which are not the plan's
-    wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
+    case = Case(model, inputs, tensors, seed, dtype)
+    wanted = expected(program, case, source)
     runs = [_Run(program, wanted, found)]
     goes_by_others = went or program.told is not None  # branches, or Python's numbers, that are not the plan's
     if not (scaled or goes_by_others or is_proven_text(plan, lowered, source, state, dtype)):
-        fresh = _prepared(plan, dtype, seed, prepare)
-        runs.append(_of_own_text(plan, runs[0], source, fresh, state, tensors, seed, dtype))
+        fresh = Case(*_prepared(plan, dtype, seed, prepare), tensors, seed, dtype)
+        runs.append(_of_own_text(plan, runs[0], source, fresh, state))
     comparisons = [row for run in runs for row in run.compared(*tolerance, NOISE[dtype])]
     if program.training and not all(comparison.ok for comparison in comparisons):
-        measured = rounding(program, model, inputs, state, tensors, seed, dtype, source, wanted[1])
+        measured = rounding(program, case, source, state, wanted[1])
         comparisons = [row for run in runs for row in run.compared(*tolerance, NOISE[dtype], measured)]
     comparisons += [
         Comparison(f"gradient of {name} (the plan has none)", 1.0, ok=False) for name in _lost(plan, program)
@@ -178,7 +179,7 @@ def _verified(
     notes: tuple[str, ...] = ()
     if ways := ways_of(model):
         with as_drawn(model):
-            plain = expected(program, model, inputs, state, tensors, seed, dtype, source)
+            plain = expected(program, case, source)
         pairs = zip(program.output_names, plain[0], wanted[0], strict=True)
         notes = tuple(change(f"weights in {ways}", x, y) for name, x, y in pairs if name == "logits")
     events = max((len(events) for events in found.events), default=0)
@@ -222,29 +223,18 @@ def fits_here(plan: PlanRecord) -> None:
 
 
 def run_all_ranks(
-    program: Program,
+    interface: ProgramInterface,
     source: str,
     state: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     seed: int,
 ) -> SimulationResult:
     """Forward and backward of the whole batch, with ones as the gradients of all outputs that have one."""
-    return _simulated(interface_of(program), source, state, tensors, seed, program.training)
-
-
-def _simulated(
-    interface: ProgramInterface,
-    source: str,
-    state: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    seed: int,
-    training: bool,
-) -> SimulationResult:
     if interface.pipeline is not None:  # the proof compares them all
         interface = replace(interface, pipeline=replace(interface.pipeline, keeps_outputs=True))
     entries = [whole_output(output, interface.microbatches) for output in interface.outputs if output.differentiable]
     ones = [torch.ones(entry.shape, dtype=getattr(torch, entry.dtype)) for entry in entries]
-    return simulate(interface, source, state, tensors, ones, seed=seed, backward=training)
+    return simulate(interface, source, state, tensors, ones, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,26 +253,17 @@ class _Run:
         return [replace(row, name=row.name + self.note) for row in rows]
 
 
-def _of_own_text(
-    plan: PlanRecord,
-    run: _Run,
-    source: str,
-    fresh: tuple[nn.Module, Mapping[str, Any]],
-    state: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    seed: int,
-    dtype: torch.dtype,
-) -> _Run:
-    """What the plan's own text gives, in one dtype. source: what was run. fresh: model and batch before it."""
-    program, wanted = run.program, run.wanted
+def _of_own_text(plan: PlanRecord, run: _Run, source: str, fresh: Case, state: Mapping[str, torch.Tensor]) -> _Run:
+    """What the plan's own text gives, in one dtype. run, source: what was proven. fresh: as before that."""
+    program, wanted, seed, dtype = run.program, run.wanted, fresh.seed, fresh.dtype
     if plan.program is not None:
         program = plan.program.single or plan.program
-    source, draws = own_text(plan, source, dtype), draws_of(program, seed)
+    own, draws = own_text(plan, source, dtype), draws_of(program, seed)
     if draws and (program.microbatches > 1 or draws != draws_of(run.program, seed)):  # it draws other numbers
-        wanted = expected(program, *fresh, state, tensors, seed, dtype, source)
+        wanted = expected(program, fresh, own)
     with default_dtype(dtype):
-        held = state_for(plan, state, dtype)
-        found = _simulated(border_in(plan.interface, dtype), source, held, tensors, seed, plan.training)
+        border, held = border_in(plan.interface, dtype), state_for(plan, state, dtype)
+        found = run_all_ranks(border, own, held, fresh.tensors, seed)
     return _Run(program, wanted, found, " (the plan's own text)")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,16 +28,18 @@ class NotEager(AutoparError):
     """The model itself does not run where it is compared."""
 
 
-def expected(
-    program: Program,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    seed: int,
-    dtype: torch.dtype,
-    source: str = "",
-) -> Expected:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is run. model: what runs changes it. inputs: its batch, and tensors: that of a program, by name."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    seed: int
+    dtype: torch.dtype
+
+
+def expected(program: Program, case: Case, source: str = "") -> Expected:
     """What the eager model gives: outputs, gradients, and the buffers as it leaves them: those that the program says it
     changes, and all others that are not what they were.
 
@@ -45,13 +48,19 @@ def expected(
     `source`; then the model runs on one after the other.
     """
     assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
+    model, inputs, tensors, seed = case.model, case.inputs, case.tensors, case.seed
     model.zero_grad()
     changed = {name for name, _ in program.updates}
     others = {name: x.detach().clone() for name, x in model.named_buffers() if name not in changed}
     wanted = {name: tensors[name].detach().clone().requires_grad_() for name in sorted(program.wanted)}
     if wanted:
         inputs, tensors = with_tensors(inputs, wanted), {**tensors, **wanted}
-    with only(dtype), huggingface.training_capture(model), experts.wide(), torch.set_grad_enabled(program.training):
+    with (
+        only(case.dtype),
+        huggingface.training_capture(model),
+        experts.wide(),
+        torch.set_grad_enabled(program.training),
+    ):
         if program.microbatches > 1 and draws_of(program, seed):
             results = by_microbatches(program, model, inputs, batch_of(program, source, tensors), seed, _run)
         else:
@@ -87,20 +96,16 @@ def _is_as_it_was(now: torch.Tensor, was: torch.Tensor) -> bool:
 
 def rounding(
     program: Program,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    seed: int,
-    dtype: torch.dtype,
+    case: Case,
     source: str,
+    state: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> dict[str, float]:
     """How far the eager model's gradients move when every parameter does by one unit of rounding, up or down.
 
     Changes the parameters, and sets buffers back to `state` first: forward may have changed them.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, model = torch.Generator().manual_seed(case.seed), case.model
     before = {name: value.clone() for name, value in gradients.items()}
     with torch.no_grad():
         changed = {name for name, _ in program.updates}
@@ -111,8 +116,8 @@ def rounding(
                 tensor.copy_(state[name])
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + torch.finfo(dtype).eps * signs.to(dtype))
-    _, moved, _ = expected(program, model, inputs, state, tensors, seed, dtype, source)
+            parameter.mul_(1 + torch.finfo(case.dtype).eps * signs.to(case.dtype))
+    _, moved, _ = expected(program, case, source)
     return {name: distance(moved[name], value) for name, value in before.items()}
 
 

@@ -28,7 +28,7 @@ from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.differentiate import differentiate
-from autopar.passes.emit import emit
+from autopar.passes.emit import emit, interface_of
 from autopar.passes.name_values import name_values
 from autopar.passes.pad import pad
 from autopar.passes.place import place
@@ -101,7 +101,7 @@ class Captured:
     def expected(self, program: Program | None = None, source: str = "") -> proof.Expected:
         """What eager gives; `program` with its `source`: the placed one, whose dropout masks eager is given."""
         program = program or self.program
-        return reference.expected(program, self.model, self.batch, self.state, self.inputs, 0, DTYPE, source)
+        return reference.expected(program, reference.Case(self.model, self.batch, self.inputs, 0, DTYPE), source)
 
 
 def run(subject: Subject, strategy: Strategy, column: Column) -> Cell:
@@ -127,7 +127,7 @@ def caught(prove: Callable[[], Cell]) -> Cell:
 def judged(program: Program, source: str, captured: Captured, wanted: proof.Expected) -> Cell:
     """A whole step of the generated program for all ranks, compared tensor by tensor with what is wanted."""
     try:
-        found = proof.run_all_ranks(program, source, captured.state, captured.inputs, 0)
+        found = proof.run_all_ranks(interface_of(program), source, captured.state, captured.inputs, 0)
     except AutoparError as error:  # of ranks that disagree: no fault of the strategy's
         return Cell("failed", message=str(error))
     rows = comparing.compare(program, wanted, found, *comparing.TOLERANCES[DTYPE], comparing.NOISE[DTYPE])

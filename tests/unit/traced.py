@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.machine.hardware import Hardware
 from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
-from autopar.passes.emit import emit
+from autopar.passes.emit import emit, interface_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.place import place
@@ -53,7 +53,7 @@ class Lowered:
 
     def run(self) -> SimulationResult:
         """All ranks, forward and backward."""
-        return proof.run_all_ranks(self.program, self.source, self.traced.state, self.traced.inputs, 0)
+        return proof.run_all_ranks(interface_of(self.program), self.source, self.traced.state, self.traced.inputs, 0)
 
     def worst(self, result: SimulationResult | None = None, rtol: float = 1e-9) -> float:
         """The largest relative error of loss, outputs, gradients and their norm; asserts that all are within `rtol`."""
@@ -86,7 +86,8 @@ def trace_model(model: nn.Module, batch: dict[str, Tensor]) -> Traced:
         program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
     state = interpret.state_of(model, program)
     inputs = interpret.input_tensors(program, batch)
-    return Traced(program, state, inputs, reference.expected(program, model, batch, state, inputs, 0, torch.float64))
+    case = reference.Case(model, batch, inputs, 0, torch.float64)
+    return Traced(program, state, inputs, reference.expected(program, case))
 
 
 @lru_cache(maxsize=32)

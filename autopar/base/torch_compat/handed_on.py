@@ -26,7 +26,8 @@ def handed_in(node: fx.Node) -> fx.Node | None:
     enter: Any = node.args[0] if node.target is operator.getitem else None
     if not isinstance(enter, fx.Node) or not isinstance(enter.target, torch._ops.OpOverload):
         return None
-    source: Any = enter.args[0][node.args[1]] if enter.target._schema.name == _ENTER else None  # type: ignore[index]
+    given: Any = enter.args[0]
+    source = given[node.args[1]] if enter.target._schema.name == _ENTER else None
     return source if isinstance(source, fx.Node) else None
 
 
