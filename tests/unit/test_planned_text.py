@@ -83,6 +83,17 @@ def test_stages_that_cast_are_run_as_they_stand(runs: list[str]) -> None:
     assert len(runs) == 2
 
 
+def test_a_text_whose_microbatches_have_other_rows_draws_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is traced for the proof may be placed otherwise: its ranks share the rows of a microbatch otherwise, and so
+    do draws.
+    """
+    plan, other = (planned(Gated(0.3), strategy=each, microbatches=2, precision="bf16") for each in ("zero3", "tensor"))
+    program_of = proof.program_of
+    monkeypatch.setattr(proof, "program_of", lambda _, *given: program_of(other, *given))
+    report = plan.verify()
+    assert report.ok, str(report)
+
+
 def test_a_number_that_was_another_when_the_plan_was_made() -> None:
     model = Gated()
     plan = planned(model)
